@@ -63,10 +63,15 @@ class CheckpointAccess:
 
     @property
     def progress(self) -> dict[str, str]:
-        """Return each optimizer's number of steps, as text: equal on all ranks wherever they may save together."""
+        """Return each optimizer's number of steps, as text: equal on all ranks wherever they may save together.
+
+        Steps that were interrupted have an entry, too.
+        """
         attached = self._state.attached
         steps = {f"steps of optimizer {index}": one.num_steps for index, one in enumerate(attached)}
         halfway = {f"optimizer {index}": "inside a step" for index, one in enumerate(attached) if one.is_halfway}
+        if any(buffer.values.are_torn for buffer in self._state.buffers):  # also when the optimizers are let go of
+            halfway["parameters"] = "inside a step"
         return {**{name: str(number) for name, number in steps.items()}, **halfway}
 
     def whole_groups(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -107,6 +112,7 @@ class CheckpointAccess:
             if pending is not None:
                 pending.wait()
             buffer.published()
+            buffer.values.are_torn = False
         widened = [buffer for buffer in self._state.buffers if buffer.is_widened]
         if widened:
             needed = [buffer.values.needs_master() for buffer in widened]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -291,8 +292,22 @@ class EngineState:
         self.attached.close_others(opening)
 
     def _begin_step(self) -> None:
+        self._warn_of_torn_values()
         self.sharded.rank_facts.note_step()
         self.sharded.hooks.scopes.begin_step()
+
+    def _warn_of_torn_values(self) -> None:
+        """Say that training goes on from a step that has failed: the program was told, and has loaded nothing since."""
+        torn = [buffer for buffer in self.buffers if buffer.values.are_torn]
+        if torn:
+            warnings.warn(
+                f"Training goes on from parameters of which some (unit `{torn[0].name}`) are those from before a"
+                " deferred step that has failed, and others those from after it. Load the last checkpoint before:"
+                " `trainer.fit(module, ckpt_path=...)`.",
+                stacklevel=2,
+            )
+        for buffer in torn:
+            buffer.values.are_torn = False
 
     def _end_step(self, buffers: Sequence[FlatBuffer]) -> None:
         units = {unit.index: unit for unit in map(self.param_index.unit_of, buffers)}

@@ -338,6 +338,8 @@ def _after_an_error(rank: int, world: int, options: dict[str, Any], error: type[
                  lambda: [record.state(optimizer) for record in checkpoints.records()]):  # fmt: skip
         with pytest.raises(RuntimeError, match=f"failed: {error.__name__}.* go on from the last checkpoint"):
             look()
+    engine.internals.fits.pause()
+    assert checkpoints.progress["optimizer 0"] == "inside a step"
     checkpoints.prepare_load()
     for record, values in zip(checkpoints.records(), saved, strict=True):
         record.master().copy_(values)

@@ -185,6 +185,9 @@ def _fail_in_a_deferred_step(rank: int, world: int, folder: str) -> list[str]:
         patch.setattr(Update, "_run", fails)
         with pytest.raises(RuntimeError, match="The deferred step of unit `.*` failed: MemoryError"):
             fitted.fit(seeded(Net), loader(rank, world))
+        fitted.save_checkpoint(os.path.join(folder, "rescue.ckpt"))
+    with pytest.warns(UserWarning, match="Load the last checkpoint before"):
+        fitted.fit(fitted.lightning_module, loader(rank, world))
     return [str(warning.message) for warning in caught]
 
 

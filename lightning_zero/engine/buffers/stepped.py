@@ -58,6 +58,7 @@ class SteppedValues:
         self.is_widened = False  # there is a master for values that are going to be loaded, which may need none
         # - A step that was asked for
         self._update: Update | None = None  # not made yet
+        self.are_torn = False  # some are those from before a step that was given up
         self._rounding: Rounding | None = None  # of the last step, until its values are there
         self._rounded: set[int] = set()  # slots whose stepped values the step has rounded into the own range
         self.wake: Callable[[], None] | None = None  # brings back the states that ``offload_states`` has moved
@@ -269,13 +270,17 @@ class SteppedValues:
     @property
     def has_failed(self) -> bool:
         """Whether the step that was asked for has failed, and some values are those from before it."""
-        return self._update is not None and self._update.has_failed
+        return self.are_torn or (self._update is not None and self._update.has_failed)
 
     def give_up(self) -> None:
-        """Make the step that is due, or forget it if it fails: that of another buffer has, and its error was raised."""
+        """Make the step that is due, or forget it if it fails: that of another buffer has, and its error was raised.
+
+        The values are torn then, until others are loaded.
+        """
         try:
             self.flush()
         except Exception:
+            self.are_torn = True
             self._update = self._rounding = None
             self._rounded.clear()
 
