@@ -21,6 +21,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -447,7 +448,7 @@ class _Attempt:
 
 def _copy_of_optimizer(optimizer: Optimizer, of_class: type[Optimizer], memo: dict[int, Any]) -> Any:
     """Return a copy without hooks; ``memo`` gives replacements by ``id``, also inside wrapped optimizers."""
-    probe = memo[id(optimizer)] = object.__new__(of_class)
+    probe = memo[id(optimizer)] = _bare(of_class)
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
             vars(probe)[key] = OrderedDict()
@@ -456,35 +457,73 @@ def _copy_of_optimizer(optimizer: Optimizer, of_class: type[Optimizer], memo: di
     return probe
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, Optimizer):
-        return _copy_of_optimizer(value, type(value), memo)
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if _is_of_module(value):
-        return value
-    if type(value) is tuple:
-        return tuple(_copied(one, memo) for one in value)
-    if type(value) is list:
-        made: list[Any] = memo.setdefault(id(value), [])
-        made.extend(_copied(one, memo) for one in value)
-        return made
-    if type(value) is dict:
-        items: dict[Any, Any] = memo.setdefault(id(value), {})
-        items.update((_copied(key, memo), _copied(one, memo)) for key, one in value.items())
-        return items
+def _bare(of_class: type) -> Any:
+    """Return an object without attributes; the resources that a ``__del__`` would free are those of the original."""
+    if hasattr(of_class, "__del__"):
+        body = {"__del__": lambda self: None, "__module__": of_class.__module__}
+        of_class = type(of_class.__name__, (of_class,), body)
+    return object.__new__(of_class)
+
+
+def _copy_of_module(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Return a copy without hooks that has the parameters of the module, for the watch, and shares other objects."""
+    made = memo[id(module)] = _bare(type(module))
+    for key, value in vars(module).items():
+        if key.endswith("_hooks"):
+            vars(made)[key] = OrderedDict()
+        elif key == "_modules":
+            children = {name: child if child is None else _copied(child, memo, _shared) for name, child in value.items()}
+            vars(made)[key] = children
+        elif key == "_parameters":
+            vars(made)[key] = dict(value)
+        elif key == "_buffers":
+            vars(made)[key] = {name: _copied(buffer, memo) for name, buffer in value.items()}
+        else:
+            vars(made)[key] = _copied(value, memo, _shared)
+    return made
+
+
+def _deep(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # locks, files, other parameters than the samples stand for
         return value
 
 
-def _is_of_module(value: Any) -> bool:
-    """Say whether a value is a module with parameters of an engine, or a method of one: the watch is there for them."""
-    module = getattr(value, "__self__", value)
-    return isinstance(module, nn.Module) and any(owner_of(param) is not None for param in module.parameters())
+def _shared(value: Any, memo: dict[int, Any]) -> Any:
+    return _copy_of_module(value, memo) if isinstance(value, nn.Module) else value
+
+
+def _copied(value: Any, memo: dict[int, Any], leaf: Callable[[Any, dict[int, Any]], Any] = _deep) -> Any:
+    """Return a copy of a value, of which ``leaf`` copies objects that are neither containers nor known here."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, Optimizer):
+        return _copy_of_optimizer(value, type(value), memo)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, MethodType) and _is_sharded(value.__self__):
+        return MethodType(value.__func__, _copied(value.__self__, memo))
+    if type(value) is partial:
+        return partial(_copied(value.func, memo, leaf), *_copied(value.args, memo, leaf), **value.keywords)
+    if _is_sharded(value):
+        return _copy_of_module(value, memo)
+    if type(value) is tuple:
+        return tuple(_copied(one, memo, leaf) for one in value)
+    if type(value) is list:
+        made: list[Any] = memo.setdefault(id(value), [])
+        made.extend(_copied(one, memo, leaf) for one in value)
+        return made
+    if type(value) is dict:
+        items: dict[Any, Any] = memo.setdefault(id(value), {})
+        items.update((_copied(key, memo, leaf), _copied(one, memo, leaf)) for key, one in value.items())
+        return items
+    return leaf(value, memo)
+
+
+def _is_sharded(value: Any) -> bool:
+    """Say whether a value is a module with parameters of an engine: the watch is there for them."""
+    return isinstance(value, nn.Module) and any(owner_of(param) is not None for param in value.parameters())
 
 
 def _has_modes(optimizer: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -381,6 +383,65 @@ def _dtypes_of_states(rank: int, world: int, stage: int) -> None:
 @stages
 def test_states_keep_their_dtype(stage: int) -> None:
     worlds.run(_dtypes_of_states, 2, stage)
+
+
+class Counting(nn.Linear):
+    """Counts calls of its methods, in a number, a list and a module buffer; and of those of a child."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.calls, self.rates = 0, [[0.1]]
+        self.register_buffer("count", torch.zeros(()))
+        self.child: Any = nn.Identity()
+
+    def current_rate(self, factor: float = 1.0) -> float:
+        self.calls += 1
+        self.count.add_(1)
+        self.rates[0].append(0.1)
+        self.child.last = self.calls
+        return factor * self.rates[0][-1]
+
+
+class AsksTheModule(torch.optim.Optimizer):
+    """Has functions of a module that say how far it steps, frees a resource at its end, and writes into the module."""
+
+    freed = 0
+
+    def __init__(self, module: Counting) -> None:
+        super().__init__(module.parameters(), {"lr": 1.0})
+        self.module = module
+        self.rates = (module.current_rate, functools.partial(module.current_rate, 2.0))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.module.last_step = "made"  # type: ignore[assignment]
+        for param in self.param_groups[0]["params"]:
+            for rate in self.rates:
+                param.sub_(param.grad, alpha=rate())
+
+    def __del__(self) -> None:
+        AsksTheModule.freed += 1
+
+
+def _asks_the_module(rank: int, world: int) -> None:
+    engine = ZeroEngine(stage=3)
+    module = Counting()
+    engine.shard(module)
+    optimizer = engine.attach(AsksTheModule(module))
+    gc.collect()
+    assert (module.calls, float(module.count), module.rates, AsksTheModule.freed) == (0, 0.0, [[0.1]], 0)
+    assert not hasattr(module, "last_step")
+    assert not hasattr(module.child, "last")
+    before = engine.full_param(module.weight)
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(engine.full_param(module.weight), before - 0.3)
+    assert (module.calls, float(module.count), module.child.last, module.last_step) == (4, 4.0, 4, "made")
+    engine.close()
+
+
+def test_the_trial_leaves_a_module_that_the_optimizer_asks_as_it_was() -> None:
+    worlds.run(_asks_the_module, 2)
 
 
 class InOtherDtypes(Momentum):
