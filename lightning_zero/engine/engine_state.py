@@ -18,7 +18,6 @@ from lightning_zero.engine.buffers.parameter import Owner
 from lightning_zero.engine.buffers.update import StepThread
 from lightning_zero.engine.optim.attached import Attached
 from lightning_zero.engine.optim.optimizer import ShardedOptimizer
-from lightning_zero.engine.optim.optimizer_checks import refuse_sparse_gradients
 from lightning_zero.engine.runtime.hooks import is_hooked
 from lightning_zero.engine.runtime.step_timing import StepTiming
 from lightning_zero.engine.sharded_module import EngineOptions, ShardedModule
@@ -111,8 +110,6 @@ class EngineState:
                 "optimizers",
                 "Make the same optimizers, with the same parameters in the same order, on every rank.",
             )
-        if self.module is not None:
-            refuse_sparse_gradients(self.module, optimizers)
         self.let_go()
         timing = self.timing
         timing.refuse_many(len(optimizers))

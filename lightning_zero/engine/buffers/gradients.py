@@ -103,6 +103,8 @@ class BufferGradients:
         slot = self._spec.layout.slots[index]
         target = self._local_sums()[slot.offset : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
+        if grad.is_sparse:
+            self.sums.sparse.add(index)
         if index in self.sums.slots:
             target.add_(dense)
         else:
@@ -432,8 +434,8 @@ class BufferGradients:
         self.refuse_in_node(index)
         own = self._spec.own_range
         flat = segment.detach().as_subclass(torch.Tensor).reshape(-1)
-        self.sums.slots.discard(index)
-        self.used.discard(index)
+        self.drop_sum(index)
+        self.sums.sparse.discard(index)
         self.assigned.replace(index)
         with torch.inference_mode(False), torch.no_grad():
             if self.is_summing:  # the sums lie where the average would
@@ -499,6 +501,7 @@ class BufferGradients:
         params = self._spec.params
         gone = set(range(len(params)) if indices is None else indices)
         self.sums.slots -= gone
+        self.sums.sparse -= gone
         self.used -= gone
         self.assigned.forget(gone)
         self.scales.forget(gone)
@@ -545,6 +548,7 @@ class BufferGradients:
         self.assigned.brought.clear()
         self._home.end_fetch(None)
         self.sums.slots.clear()
+        self.sums.sparse &= self.has_grad
         self.used.clear()
         if target is not None and spec.sharding.grads and spec.communicator.world_size > 1:
             spec.store.release("gradients", target.nbytes)

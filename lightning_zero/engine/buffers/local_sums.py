@@ -21,6 +21,7 @@ class LocalSums:
         self._spec = spec
         self.flat: torch.Tensor | None = None
         self.slots: set[int] = set()  # that hold a sum
+        self.sparse: set[int] = set()  # to which a sparse gradient was added since the gradients were dropped
         self.is_read = False  # a program has read a gradient, and may keep a view of ``flat``
 
     def take(self) -> torch.Tensor:

@@ -93,9 +93,14 @@ class ElementwiseTrial:
         self._before: list[dict[str, Any]] = []  # kinds of the options in front of a step
 
     @property
+    def may_be_due(self) -> bool:
+        """Whether options of some kind need a trial; the same on all pipeline stages."""
+        return self._class not in _KNOWN
+
+    @property
     def is_due(self) -> bool:
         """Whether the options of a group are of a kind that was not tried."""
-        return self._class not in _KNOWN and self._kinds() not in self._tried
+        return self.may_be_due and self._kinds() not in self._tried
 
     def find_obstacle(self) -> Obstacle | None:
         """Try the optimizer with its groups as they are; return its obstacle to stepping segments, or None."""
@@ -112,7 +117,7 @@ class ElementwiseTrial:
 
     def begin_step(self) -> None:
         """Take note of the options in front of a step."""
-        if self._class not in _KNOWN:
+        if self.may_be_due:
             self._before = [_kinds_of_options(group) for group in self._optimizer.param_groups]
 
     def end_step(self) -> None:

@@ -347,6 +347,7 @@ class ShardedOptimizer:
 
     def _refuse_unfinished_gradients(self) -> None:
         self._refuse_local_gradients()
+        self.checks.refuse_sparse_gradients(self.places)
         self.checks.refuse_scaled_gradients(self.places)
 
     def _refuse_local_gradients(self) -> None:

@@ -15,31 +15,9 @@ from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.moments import MomentFormat
 from lightning_zero.engine.optim.whole_gradients import WholeGradients
 
-__all__ = ["OptimizerChecks", "refuse_sparse_gradients"]
+__all__ = ["OptimizerChecks"]
 
 _ALIKE_ON_DENSE = (torch.optim.SGD, torch.optim.Adagrad)  # they step a dense gradient as they step a sparse one
-
-
-def refuse_sparse_gradients(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers of embeddings with sparse gradients, unless these are stepped as the dense ones of the engine.
-
-    Raises:
-        ValueError: An optimizer is none of those.
-    """
-    sparse = {
-        id(child.weight): f"{name}.weight" if name else "weight"
-        for name, child in module.named_modules()
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
-    }
-    for optimizer in optimizers:
-        params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-        names = [sparse[id(param)] for param in params if id(param) in sparse]
-        if names and type(optimizer) not in _ALIKE_ON_DENSE:
-            raise ValueError(
-                f"`{names[0]}` is of an embedding with `sparse=True`, and `{type(optimizer).__name__}` would get its"
-                " gradient as a dense tensor, with zeros for the rows that were not used. Use `sparse=False`, or"
-                " `torch.optim.SGD` or `Adagrad` for this parameter."
-            )
 
 
 class OptimizerChecks:
@@ -84,10 +62,16 @@ class OptimizerChecks:
         )
 
     def refuse_unless_elementwise(self) -> None:
-        """Try an optimizer of an unknown class, if its groups are of new kinds. Collective then: all ranks."""
-        if self._trial is None or not self._trial.is_due:
+        """Try an optimizer of an unknown class, if its groups are of new kinds. Collective then: all ranks.
+
+        On pipeline stages, one of which may have no parameters of it and see no new kinds, always collective.
+        """
+        if self._trial is None or not self._trial.may_be_due:
             return
-        obstacle = self._trial.find_obstacle()
+        is_due = self._trial.is_due
+        if not (self._gradients.any_is(is_due, "agreement on a trial") if self._gradients.is_of_stage else is_due):
+            return
+        obstacle = self._trial.find_obstacle() if is_due else None
         if self._gradients.any_is(obstacle is not None, "agreement on the optimizer"):
             reason = "is refused by another rank" if obstacle is None else obstacle.reason
             raise ValueError(
@@ -149,6 +133,21 @@ class OptimizerChecks:
             " engine's back, so its gradient was left out of norms and clipping, and it would not be trained. Use"
             " `optimizer.add_param_group({'params': [...]})`, before the backward, of the optimizer that is attached."
         )
+
+    def refuse_sparse_gradients(self, places: Iterable[BufferSlot]) -> None:
+        """Refuse a step with gradients that autograd gave as sparse ones, unless dense ones are stepped alike.
+
+        On the rank that had such a gradient: the others learn of its error.
+        """
+        if self._class in _ALIKE_ON_DENSE:
+            return
+        for buffer, index in places:
+            if index in buffer.gradients.sums.sparse:
+                raise ValueError(
+                    f"`{buffer.layout.slots[index].name}` has a sparse gradient (`nn.Embedding(sparse=True)`), and"
+                    f" `{self._class.__name__}` would get it as a dense tensor, with zeros for the rows that were not"
+                    " used. Use `sparse=False`, or `torch.optim.SGD` or `Adagrad` for this parameter."
+                )
 
     def refuse_scaled_gradients(self, places: Iterable[BufferSlot]) -> None:
         """Refuse a step with gradients that are multiplied by a loss scale, or have overflowed."""

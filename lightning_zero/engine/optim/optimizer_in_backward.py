@@ -52,12 +52,14 @@ class OptimizerInBackward(ShardedOptimizer):
 
         Raises:
             RuntimeError: PyTorch would have to step a part of it.
+            ValueError: A gradient was sparse.
         """
         flat = self._flat_step
         assert flat is not None
         for group in self.optimizer.param_groups:
             places = [self._attached[id(param)] for param in group["params"]]
             indices = [index for owner, index in places if owner is buffer and buffer.params[index].requires_grad]
+            self.checks.refuse_sparse_gradients([(buffer, index) for index in indices])
             fits = all(flat.fits(group, buffer, index) for index in indices)
             if indices and not (fits and flat.covers(group)):
                 raise RuntimeError(

@@ -7,7 +7,7 @@ import functools
 import gc
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.buffers.parameter import raw_grad
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.optim.optimizer_checks import OptimizerChecks
 from lightning_zero.grid import Grid, ParamAxes
 from tests import worlds
 from tests.engine.optimizers import Clipped, Lamb, Momentum, Several, SometimesFactored, Unfinished
@@ -498,15 +499,72 @@ def test_counters_of_parameters_without_dimensions_are_kept_when_attached_again(
     worlds.run(_attached_again, 2, stage)
 
 
+class _Stages:
+    """Agreements of two pipeline stages, the first of which runs first: the second has to ask for the same."""
+
+    is_of_stage = True
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool]] = []
+        self.replayed: list[tuple[str, bool]] | None = None
+
+    def any_is(self, flag: bool, topic: str) -> bool:
+        if self.replayed is None:
+            self.asked.append((topic, flag))
+            return flag
+        expected, answer = self.replayed.pop(0)
+        assert (topic, flag <= answer) == (expected, True)
+        return answer
+
+
+class SwitchesInTheLoop(Momentum):
+    """Sets a switch for each parameter that it steps."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, average: Tensor) -> Tensor:
+        group["calls"] = group.get("calls", 0) + 1
+        group["is_late"] = group["calls"] > 20
+        return average
+
+
+def test_a_stage_without_parameters_agrees_on_the_trials_of_the_others() -> None:
+    stages = _Stages()
+    for params in ([nn.Parameter(torch.ones(4, 3))], []):
+        optimizer = SwitchesInTheLoop([nn.Parameter(torch.ones(1))])
+        optimizer.param_groups[0].update(params=params, calls=0, is_late=False)
+        checks = OptimizerChecks(
+            optimizer, {}, attached={}, flat_step=None, gradients=cast(Any, stages), moments=cast(Any, None)
+        )
+        for _ in range(30):
+            checks.begin_step()
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            checks.end_step()
+        if stages.replayed is None:
+            assert ("agreement on a trial", True) in stages.asked[10:]
+            stages.replayed = stages.asked
+    assert not stages.replayed
+
+
 def _sparse(rank: int, world: int, stage: int) -> None:
     worlds.seed()
     module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
     plain = copy.deepcopy(module)
     engine = ZeroEngine(stage=stage)
     engine.shard(module)
-    for make in (torch.optim.SparseAdam, torch.optim.AdamW, Momentum):
-        with pytest.raises(ValueError, match="`0.weight` is of an embedding with `sparse=True`.* Use `sparse=False`"):
-            engine.attach(make(module[0].parameters()))
+    for make in (torch.optim.AdamW, Momentum, type("Own", (torch.optim.SGD,), {})):
+        optimizer = engine.attach(make(module.parameters()))
+        module[1](torch.ones(1, 4)).sum().backward()  # the embedding has no gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        with engine.microbatch(last=False):
+            module(torch.tensor([1, 3, 1])).square().sum().backward()
+        with engine.microbatch(last=True):
+            module(torch.tensor([2])).sum().backward()
+        with pytest.raises(ValueError, match="`0.weight` has a sparse gradient .* Use `sparse=False`"):
+            optimizer.step()
+        optimizer.zero_grad()
+    plain.load_state_dict({name: engine.full_param(param).detach() for name, param in module.named_parameters()})
     makes = {0: torch.optim.Adagrad, 1: torch.optim.AdamW}
     for index, make in makes.items():
         mine, theirs = (make(model[index].parameters(), lr=0.1) for model in (module, plain))
