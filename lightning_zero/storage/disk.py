@@ -127,16 +127,19 @@ class DiskStore(Accounts):
         entry = record_owner_of(face)
         visit = Visit(self, overwritten=[face])
         visit.begin()
-        with self.announcing():
+        arrival = None
+        try:
             visit.ready()
-        if self._downloads is None or values.is_cpu:
-            with torch.inference_mode(False), torch.no_grad():
-                entry.plain.copy_(values)
-            visit.end()
-            return
-        arrival = self.disks.run(self._downloads.start(values, entry.plain), entry.plain)
-        with self._lock:
-            entry.reading = arrival
+            if self._downloads is None or values.is_cpu:
+                with torch.inference_mode(False), torch.no_grad():
+                    entry.plain.copy_(values)
+            else:
+                arrival = self.disks.run(self._downloads.start(values, entry.plain), entry.plain)
+                with self._lock:
+                    entry.reading = arrival
+        except BaseException:
+            visit.end(changes=False)
+            raise
         visit.end(behind=arrival)
 
     def fetch(self, face: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
@@ -152,11 +155,13 @@ class DiskStore(Accounts):
         self.begin_hold(entry, reads=True)
 
         def finish() -> None:
-            with self.announcing():
-                self.await_hold(entry)
-            with torch.inference_mode(False), torch.no_grad():
-                out.copy_(entry.plain)
-            self.end_hold(entry, changes=False)
+            try:
+                with self.announcing():
+                    self.await_hold(entry)
+                with torch.inference_mode(False), torch.no_grad():
+                    out.copy_(entry.plain)
+            finally:
+                self.end_hold(entry, changes=False)
 
         return finish
 
@@ -259,6 +264,13 @@ class DiskStore(Accounts):
             if transfer is not None:
                 transfer.wait()
         entry.reading = None
+
+    def await_overwrite(self, entry: _DiskRecord) -> None:
+        """Return when all values may be overwritten; those that could not be read or written are no error then."""
+        for transfer in (entry.reading, entry.writing):
+            if transfer is not None:
+                transfer.settle()
+        entry.reading = entry.writing = None
 
     def end_hold(self, entry: _DiskRecord, *, changes: bool, behind: Transfer | None = None) -> Transfer | None:
         """Stop using a entry's values; return the write that follows, if one does, behind the arrival of new ones."""
@@ -434,10 +446,12 @@ class Visit:
         """Return when the values are in memory.
 
         Raises:
-            StorageError: They could not be read, or those before were not written.
+            StorageError: They could not be read, or those before were not written, unless they are overwritten.
         """
-        for entry in self._all:
+        for entry in [*self._read, *self._changed]:
             self._store.await_hold(entry)
+        for entry in self._overwritten:
+            self._store.await_overwrite(entry)
 
     def end(self, *, changes: bool = True, behind: Transfer | None = None) -> None:
         """Start writing the changed tensors, and give memory back when they are written.

@@ -257,6 +257,32 @@ def test_a_write_that_failed_is_an_error_at_the_next_use(store: DiskStore, monke
         face.sum()
 
 
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_values_that_could_not_be_written_or_read_can_be_overwritten(
+    call: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    face = store.keep("optimizer", torch.ones(NUMEL), "state")
+    store.drain()
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
+        patch.setattr(f"lightning_zero.storage.nvme.os.{call}", fail)
+        if call == "pwritev":
+            store.put(face, torch.zeros(NUMEL))
+        face.sum()
+    store.put(face, torch.full((NUMEL,), 2.0))
+    store.drain()
+    assert float(face.sum()) == 2.0 * NUMEL
+
+
+def test_an_error_while_values_are_put_gives_their_room_back(store: DiskStore) -> None:
+    face = store.create("optimizer", NUMEL, torch.float32, "state")
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        store.put(face, torch.ones(3))
+    assert store._used_bytes == store.awake_bytes == 0
+
+
 def test_after_close_the_values_are_gone_with_an_error(tmp_path: Path) -> None:
     store = DiskStore(NvmeStore([tmp_path], block_bytes=4096, threads=1, direct=True))
     face = store.keep("optimizer", torch.ones(10), "state")
