@@ -471,18 +471,16 @@ def _bare(of_class: type) -> Any:
 
 
 def _copy_of_module(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Return a copy without hooks that has the parameters of the module, for the watch, and shares other objects."""
+    """Return a copy without hooks that has the parameters of the module, for the watch, and shares other objects.
+
+    Containers, tensors and modules in its attributes are copied: a method may write them.
+    """
     made = memo[id(module)] = _bare(type(module))
     for key, value in vars(module).items():
         if key.endswith("_hooks"):
             vars(made)[key] = OrderedDict()
-        elif key == "_modules":
-            children = {name: child if child is None else _copied(child, memo, _shared) for name, child in value.items()}
-            vars(made)[key] = children
         elif key == "_parameters":
             vars(made)[key] = dict(value)
-        elif key == "_buffers":
-            vars(made)[key] = {name: _copied(buffer, memo) for name, buffer in value.items()}
         else:
             vars(made)[key] = _copied(value, memo, _shared)
     return made
@@ -496,7 +494,9 @@ def _deep(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _shared(value: Any, memo: dict[int, Any]) -> Any:
-    return _copy_of_module(value, memo) if isinstance(value, nn.Module) else value
+    if isinstance(value, nn.Module):
+        return _copy_of_module(value, memo)
+    return _deep(value, memo) if torch.is_tensor(value) and not isinstance(value, nn.Parameter) else value
 
 
 def _copied(value: Any, memo: dict[int, Any], leaf: Callable[[Any, dict[int, Any]], Any] = _deep) -> Any:
