@@ -175,8 +175,16 @@ class DiskStore(Accounts):
         try:
             yield
         except StorageError:
+            self._keep_unwritten()
             self.on_failure()
             raise
+
+    def _keep_unwritten(self) -> None:
+        """Let values in memory that could not be written be used, and written again, now that an error says so."""
+        with self._lock:
+            for entry in self._entries:
+                if entry.writing is not None and entry.writing.has_failed:
+                    entry.writing, entry.is_changed = None, True
 
     def give_back(self, kind: Kind, face: torch.Tensor) -> None:
         """Give memory and room of a disk tensor back, which nobody uses any more."""
@@ -332,6 +340,11 @@ class DiskStore(Accounts):
                         self.note_changes([entry])
                 yield
                 self._rest()
+            except StorageError:  # what could not be read is read again by the next use
+                for entry in fresh:
+                    if self._idle.pop(id(entry), None) is not None:
+                        self.end_hold(entry, changes=False)
+                raise
             finally:
                 for entry in entries:
                     entry.uses -= 1

@@ -87,6 +87,11 @@ class Transfer:
         """Whether it is done, without an error."""
         return all(future.done() and future.exception() is None for future in self._futures)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is done, with an error."""
+        return all(future.done() for future in self._futures) and not self.has_succeeded
+
     def settle(self) -> None:
         """Return when it is done, whether or not it failed."""
         for future in self._futures:

@@ -257,22 +257,31 @@ def test_a_write_that_failed_is_an_error_at_the_next_use(store: DiskStore, monke
         face.sum()
 
 
+@pytest.mark.parametrize("use", ["put", "in-place"])
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_values_that_could_not_be_written_or_read_can_be_overwritten(
-    call: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch
+def test_values_that_could_not_be_written_or_read_can_be_used_again(
+    call: str, use: str, store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
     face = store.keep("optimizer", torch.ones(NUMEL), "state")
     store.drain()
-    with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
+    with monkeypatch.context() as patch:
         patch.setattr(f"lightning_zero.storage.nvme.os.{call}", fail)
         if call == "pwritev":
-            store.put(face, torch.zeros(NUMEL))
-        face.sum()
-    store.put(face, torch.full((NUMEL,), 2.0))
+            store.put(face, torch.full((NUMEL,), 1.0))
+        with pytest.raises(StorageError, match="No space left"):
+            face.sum()
+    if use == "put":
+        store.put(face, torch.full((NUMEL,), 2.0))
+    else:
+        face[1:].fill_(2.0)
+        face[0] += 1.0
     store.drain()
+    others = [store.keep("optimizer", torch.ones(NUMEL)) for _ in range(2)]
+    assert sum(float(other.sum()) for other in others) == 2 * NUMEL
+    assert store.awake_bytes < 3 * NUMEL * 4  # it went to sleep
     assert float(face.sum()) == 2.0 * NUMEL
 
 
