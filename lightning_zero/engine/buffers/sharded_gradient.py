@@ -62,6 +62,7 @@ RANDOM = frozenset([
     "cauchy_", "geometric_", "log_normal_", "bernoulli", "dropout", "dropout_", "alpha_dropout",
     "alpha_dropout_", "normal",
 ])  # fmt: skip
+_VIEWS = frozenset(["view", "view_as", "reshape", "reshape_as", "expand", "expand_as"])
 _QUESTIONS = frozenset(["to", "type", "type_as"])  # other arguments give their dtype only
 _OF_WHOLE = frozenset([".T", ".mT", ".H", ".mH", ".__cuda_array_interface__"])  # attributes
 _EXTREMA = frozenset(["max", "min"])  # element-wise with a second tensor only
@@ -121,6 +122,13 @@ _SHAPE_QUESTIONS = frozenset([
 ])  # fmt: skip
 
 
+def _keeps_shape(tensor: torch.Tensor, *shape: Any) -> bool:
+    """Say whether a view has the shape that the program sees."""
+    first = shape[0] if shape else None
+    wanted = first.shape if isinstance(first, torch.Tensor) else first if isinstance(first, (tuple, list)) else shape
+    return tuple(wanted) == tuple(tensor.shape)
+
+
 def asks_for_shape(func: Callable[..., Any]) -> bool:
     """Say whether a function's answer follows from a tensor's shape."""
     return operation_of(func) in _SHAPE_QUESTIONS
@@ -171,6 +179,8 @@ class ShardedGradient(torch.Tensor):
             return cls._unscale(func, *args)
         if name == "__setitem__" and isinstance(args[0], ShardedGradient) and type(args[0]).cut is not None:
             return _set_items(args[0], *args[1:])
+        if name in _VIEWS and not kwargs and isinstance(args[0], ShardedGradient) and _keeps_shape(*args):
+            return args[0]
         if name in RANDOM and cls.is_of_stage and not _is_fresh(kwargs.get("generator")):
             _refuse_noise(name)
         source = _drawn_for(name, args, kwargs) if name in RANDOM else None
