@@ -1,7 +1,7 @@
 """The groups of expert parallelism: neighbouring ranks have different experts of every layer, and different batches.
 
-Rank ``(stage * shards + shard) * size + rank``: an expert group exchanges tokens in every layer, so its ranks are the
-nearest ones.
+Rank ``((stage * shards + shard) * size + rank) * tensor + tensor rank``: an expert group exchanges tokens in every
+layer, so its ranks are the nearest ones with different batches. The ranks of a tensor group have the same experts.
 """
 
 from __future__ import annotations
@@ -26,31 +26,37 @@ class ExpertGroups:
         size: Ranks over which the experts of a layer are divided.
         timeout_s: Seconds after which a collective of these groups fails.
         stages: Pipeline stages, each of which has experts of its own.
+        tensor: Ranks of a tensor group.
 
     Attributes:
         rank: This rank in its expert group.
         num_groups: Number of expert groups of a stage, each of which has all experts of its layers.
         expert_group: The neighbours that have all experts together.
         shard_group: The ranks with the same experts.
+        tensor: Ranks of a tensor group.
 
     Raises:
-        ValueError: The ranks cannot be divided by ``size``.
+        ValueError: The ranks with different batches cannot be divided by ``size``.
     """
 
-    def __init__(self, size: int, timeout_s: float, stages: int = 1) -> None:
+    def __init__(self, size: int, timeout_s: float, stages: int = 1, tensor: int = 1) -> None:
         world_size = dist.get_world_size()
         copies = world_size // stages
-        if copies % size:
+        if copies // tensor % size:
             of_stage = "" if stages == 1 else " of a pipeline stage"
+            ranks = "ranks" if tensor == 1 else "data ranks"
             raise ValueError(
-                f"`expert_parallel={size}` does not divide the {copies} ranks{of_stage}. Use a multiple of"
-                f" {stages * size} devices, or a number that divides them."
+                f"`expert_parallel={size}` does not divide the {copies // tensor} {ranks}{of_stage}. Use a multiple of"
+                f" {stages * size * tensor} devices, or a number that divides them."
             )
         self.size = size
-        self.rank = dist.get_rank() % size
-        self.num_groups = copies // size
-        make = partial(NeighbourGroups, size, copies, timedelta(seconds=timeout_s))
-        self._groups = lend(self, f"neighbours/{stages}/{size}/{timeout_s}", range(world_size), make)
+        self.tensor = tensor
+        self.rank = dist.get_rank() // tensor % size
+        self.num_groups = copies // tensor // size
+        make = partial(NeighbourGroups, size, copies, timedelta(seconds=timeout_s), tensor)
+        inside = "" if tensor == 1 else f"x{tensor}"  # alone they are the groups that tensor ranks would have
+        use = f"neighbours/{stages}/{size}{inside}/{timeout_s}"
+        self._groups = lend(self, use, range(world_size), make)
         self.expert_group = self._groups.neighbours
         self.shard_group = self._groups.across
 

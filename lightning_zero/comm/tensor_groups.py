@@ -100,6 +100,7 @@ class NeighbourGroups(Lent):
         size: Ranks of a group of neighbours.
         copies: Ranks of a pipeline stage.
         timeout: After which a collective fails.
+        inside: Consecutive ranks that are one place: each of them has neighbours of its own.
 
     Attributes:
         neighbours: Of this rank.
@@ -107,13 +108,18 @@ class NeighbourGroups(Lent):
         across: The ranks of its stage with this rank's place among their neighbours.
     """
 
-    def __init__(self, size: int, copies: int, timeout: timedelta) -> None:
+    def __init__(self, size: int, copies: int, timeout: timedelta, inside: int = 1) -> None:
         super().__init__()
         ranks = range(dist.get_world_size())
         self._timeout = timeout
-        of_neighbours = [list(ranks[start : start + size]) for start in ranks[::size]]
+        span = size * inside
+        of_neighbours = [
+            list(ranks[start + first : start + span : inside]) for start in ranks[::span] for first in range(inside)
+        ]
         across = [
-            list(ranks[stage + start : stage + copies : size]) for stage in ranks[::copies] for start in range(size)
+            [rank for rank in ranks[stage : stage + copies] if rank // inside % size == place]
+            for stage in ranks[::copies]
+            for place in range(size)
         ]
         self.neighbours = self._along(of_neighbours)
         self.host = self._along(of_neighbours, "gloo")

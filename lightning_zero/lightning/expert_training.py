@@ -1,6 +1,8 @@
 """Expert parallelism of a strategy: the experts of its module are divided over neighbouring ranks.
 
-All ranks have different batches, so nothing but the experts' own parameters differs from data parallelism.
+Ranks have different batches, so nothing but the experts' own parameters differs from data parallelism. The ranks of a
+tensor group have the same ones: each computes the tokens of its batch with whole experts, which it shares with the
+others, and has their whole gradients.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ _OPTION = "expert_parallel"
 
 @dataclass
 class _DividedModule:
-    """How the experts of a module are divided: this rank's parts, and the ranks that its layers call."""
+    """How the experts of a module are divided: this rank's parts, the ranks that its layers call, and tensor ranks."""
 
     parts: Mapping[str, Part]
     ranks: ExpertRanks
     run: TensorRun
+    tensor: int
 
 
 class ExpertTraining:
@@ -49,11 +52,24 @@ class ExpertTraining:
         self.groups = groups
         self._device = device
 
-    def cut(self, module: pl.LightningModule) -> Grid:
+    def undivided(self, module: nn.Module) -> list[str]:
+        """Return the names of the experts, which a plan of tensor parallelism leaves whole.
+
+        Raises:
+            ValueError: They are divided already, beside another number of tensor ranks.
+        """
+        done: _DividedModule | None = vars(module).get(_KEY)
+        if done is not None and done.tensor != self.groups.tensor:
+            otherwise = f"beside `tensor_parallel={done.tensor}`, and not `tensor_parallel={self.groups.tensor}`."
+            raise ValueError(_divided(module, done, otherwise))
+        return list(expert_layers(module))
+
+    def cut(self, module: pl.LightningModule, around: Grid | None = None) -> Grid:
         """Leave this rank its experts of a module; one that is divided already keeps them. Collective: all ranks.
 
         Args:
-            module: With whole parameters; those of rank 0 count.
+            module: With whole experts; those of rank 0 count.
+            around: The grid of a module whose other parameters are cut over tensor ranks.
 
         Raises:
             ValueError: Its experts cannot be divided, or are divided otherwise.
@@ -67,7 +83,7 @@ class ExpertTraining:
                 )
             ranks = ExpertRanks(self.groups.expert_group)
             parts = divide_experts(module, ranks, self._device)
-            done = _DividedModule(parts, ranks, TensorRun(ranks.size, option=_OPTION))
+            done = _DividedModule(parts, ranks, TensorRun(ranks.size, option=_OPTION), self.groups.tensor)
             compute_with_parts(module, expert_layers(module), done.run)
             vars(module)[_KEY] = done
         if done.ranks.size != self.groups.size:
@@ -76,7 +92,8 @@ class ExpertTraining:
             )
         done.ranks.group = self.groups.expert_group
         show_parts(module.parameters())  # to the engine, until `show_wholes`
-        return grid_of_experts(done.parts, self.groups.shard_group, self.groups.num_groups * self.groups.size)
+        data_ranks = self.groups.num_groups * self.groups.size
+        return grid_of_experts(done.parts, self.groups.shard_group, data_ranks, around)
 
     def bind(self, module: nn.Module, engine: ZeroEngine) -> None:
         """Let the layers of a module meet before each exchange where its engine makes collectives."""
@@ -110,9 +127,10 @@ class ExpertTraining:
         layers = expert_layers(module)
         numbers = sorted({one.experts.num_experts // self.groups.size for one in layers.values()})
         each = " or ".join(str(number) for number in numbers)
+        ranks = "ranks" if self.groups.tensor == 1 else "data ranks"
         return [
-            f"experts of {len(layers)} layers: divided over {self.groups.size} neighbouring ranks, {each} of a layer on"
-            f" each; sharded over {self.groups.num_groups} ranks"
+            f"experts of {len(layers)} layers: divided over {self.groups.size} neighbouring {ranks}, {each} of a layer"
+            f" on each; sharded over {self.groups.num_groups * self.groups.tensor} ranks"
         ]
 
     def begin(self, module: nn.Module) -> None:

@@ -113,9 +113,9 @@ class ProcessHooks(ParallelStrategy):
         return None if self._tensor is None else self._tensor.device_mesh
 
     @property
-    def _cutting(self) -> TensorTraining | ExpertTraining | None:
-        """The parallelism that leaves this rank parts of the module's parameters, if there is one."""
-        return self._experts if self._tensor is None else self._tensor
+    def _cutting(self) -> list[TensorTraining | ExpertTraining]:
+        """The parallelisms that leave this rank parts of the module's parameters."""
+        return [one for one in (self._tensor, self._experts) if one is not None]
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero decorators who this process is."""
@@ -171,7 +171,8 @@ class ProcessHooks(ParallelStrategy):
                 self._mesh.data_group = groups.data_group
         if self.expert_parallel is not None:
             stages = 1 if self.pipeline is None else self.pipeline.stages
-            expert_groups = ExpertGroups(self.expert_parallel, timeout_s, stages)
+            tensor = 1 if self.tensor_parallel is None else self.tensor_parallel.size
+            expert_groups = ExpertGroups(self.expert_parallel, timeout_s, stages, tensor)
             self._experts = ExpertTraining(expert_groups, self.root_device)
         self._has_groups = True
 
@@ -186,8 +187,8 @@ class ProcessHooks(ParallelStrategy):
             exception.add_note(f"On the other ranks {told}")
         if self._mesh is not None:
             self._mesh.distrust()  # another rank may be in a call that this one has left
-        if self._cutting is not None:
-            self._cutting.groups.distrust()
+        for parallelism in self._cutting:
+            parallelism.groups.distrust()
         self._has_groups = False
         peers.wait_until_heard()
 

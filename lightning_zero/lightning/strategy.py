@@ -194,7 +194,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.pipeline.check(self.stage)
         self.tensor_parallel = _tensor_parallel(tensor_parallel)
         self.expert_parallel = _expert_parallel(expert_parallel)
-        self._refuse_groups_together()
         self.masters = masters
         self.lowered = lowered
         self.moments = moments
@@ -232,18 +231,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self._random_states: tuple[list[dict[str, Any]], int] | None = None
         self._stored: dict[int, dict[str, Hashable]] = {}
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-
-    def _refuse_groups_together(self) -> None:
-        """Refuse groups of ranks that do not work together.
-
-        Raises:
-            ValueError: There are experts beside tensor ranks.
-        """
-        if self.expert_parallel is not None and self.tensor_parallel is not None:
-            raise ValueError(
-                f"`expert_parallel={self.expert_parallel}` does not work with `tensor_parallel` yet. Leave one of the"
-                " two out."
-            )
 
     @classmethod
     def from_deepspeed(
@@ -394,8 +381,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.async_save = was
 
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
-        if self._cutting is not None:
-            self._cutting.begin(module)
+        for parallelism in self._cutting:
+            parallelism.begin(module)
         recipe = self._recipe()
         engine = next((engine for engine in _made_for if engine.module is module), None)
         kept_for, kept_sync, kept_places = (None, None, None) if engine is None else _made_for[engine]
@@ -428,8 +415,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             else:
                 self._cut(module, engine, split, grid)
             _made_for[engine] = made_for, layer_sync, self._places(module, layer_sync)
-            if self._cutting is not None:
-                self._cutting.show_wholes(module)
+            for parallelism in self._cutting:
+                parallelism.show_wholes(module)
         else:  # DDPStrategy starts every run from rank 0's values
             for child in modules_with_buffers_only(module):  # some may be new
                 self.precision_plugin.convert_module(child)
@@ -462,7 +449,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             refuse_cut_module(module)
         if self._experts is None:
             refuse_divided_module(module)
-        return None if self._cutting is None else self._cutting.cut(module)
+        whole = [] if self._experts is None else self._experts.undivided(module)
+        grid = None if self._tensor is None else self._tensor.cut(module, whole)
+        return grid if self._experts is None else self._experts.cut(module, grid)
 
     def _split(self, module: pl.LightningModule) -> Split | None:
         """Build this stage's specified layers, and return the split of the module; None without a pipeline."""
@@ -602,7 +591,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.imported.announce()
         if self._announced is not self._engine:
             self._announced = self._engine
-            cut = [] if self._cutting is None else self._cutting.lines(self._sharded_module)
+            cut = [line for parallelism in self._cutting for line in parallelism.lines(self._sharded_module)]
             rank_zero_info("\n".join([*self.engine.plan(), *cut]))
 
     @contextmanager
@@ -675,9 +664,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def _refuse_hooks(self) -> None:
         """Refuse hooks on gradients that are not those of this rank's data."""
-        for parallelism in (self._tensor, self._experts):
-            if parallelism is not None:
-                parallelism.refuse_hooks(self._sharded_module)
+        for parallelism in self._cutting:
+            parallelism.refuse_hooks(self._sharded_module)
 
     def _pipelined_training_step(self, steps: PipelinedSteps, args: tuple[Any, ...]) -> STEP_OUTPUT:
         trainer = self._sharded_module.trainer
@@ -850,8 +838,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             Peers.of_world().end_run(self)
             if self._tensor is not None:
                 self._tensor.unbind_metrics()
-            if self._cutting is not None:
-                self._cutting.end(self.lightning_module)
+            for parallelism in self._cutting:
+                parallelism.end(self.lightning_module)
         if self._engine is not None:
             self._engine.internals.fits.pause()
         if self.imported is not None:

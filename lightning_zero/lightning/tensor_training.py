@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -92,20 +92,21 @@ class TensorTraining:
 
     # -- Cutting -------------------------------------------------------------------------------------------------------
 
-    def cut(self, module: pl.LightningModule) -> Grid:
+    def cut(self, module: pl.LightningModule, whole: Collection[str] = ()) -> Grid:
         """Give a module this rank's part of its parameters; one that is cut already keeps it.
 
         Rank 0 plans. Collective: all ranks.
 
         Args:
             module: With its Trainer and whole parameters. Those of the first rank of a tensor group count.
+            whole: Names of modules that stay whole: the experts that expert parallelism divides.
 
         Raises:
             ValueError: No plan was found, a plan does not fit or is wrong, or the module is cut otherwise.
         """
         done: _CutModule | None = vars(module).get(_KEY)
         if done is None:
-            plan, lines, pieces = self._agreed_plan(module)
+            plan, lines, pieces = self._agreed_plan(module, whole)
             self._share_values(module, plan)
             ranks = ProcessGroupRanks(self.groups.tensor_group)
             attributes = LocalAttributes(module)
@@ -119,6 +120,7 @@ class TensorTraining:
                 f" `tensor_parallel={self.groups.size}` would cut it otherwise. Make the module anew, and load its"
                 " checkpoint."
             )
+        _refuse_cut_inside(done.records, whole)
         done.ranks.group = self.groups.tensor_group
         done.ranks.on_indices = self._losses.add_indices
         done.ranks.runs_all_blocks = self.groups.size * self.groups.num_data_ranks == dist.get_world_size()
@@ -166,7 +168,9 @@ class TensorTraining:
                 " or leave `sequence` or the rule 'partial' out."
             )
 
-    def _agreed_plan(self, module: pl.LightningModule) -> tuple[TensorPlan, list[str], list[str]]:
+    def _agreed_plan(
+        self, module: pl.LightningModule, whole: Collection[str]
+    ) -> tuple[TensorPlan, list[str], list[str]]:
         """Return the plan, its lines, and the names of the modules that it was verified for."""
         answer: Any = None  # the plan on rank 0; the words of an error
         cause: Exception | None = None
@@ -174,7 +178,7 @@ class TensorTraining:
         try:
             call = call_for_plan(module)  # all ranks read the batch, so data sets with states of their own stay equal
             if dist.get_rank() == 0:
-                answer = self._plan(module, call)
+                answer = self._plan(module, call, whole)
         except Exception as error:  # told to all ranks, which would wait for ever
             words = (
                 "" if isinstance(error, ValueError) else f"{type(error).__name__} while planning `tensor_parallel`: "
@@ -192,9 +196,11 @@ class TensorTraining:
         plan, lines, pieces = answers[0]
         return plan, lines, pieces
 
-    def _plan(self, module: pl.LightningModule, call: Call) -> tuple[TensorPlan, list[str], list[str]]:
+    def _plan(
+        self, module: pl.LightningModule, call: Call, whole: Collection[str]
+    ) -> tuple[TensorPlan, list[str], list[str]]:
         with _without_mesh(module), without_collectives():
-            planned: ModelPlan = plan_model(module, self.options, call)
+            planned: ModelPlan = plan_model(module, self.options, call, whole)
         if not planned.cut_numel:
             raise ValueError(
                 f"`tensor_parallel={self.groups.size}` finds nothing in `{type(module).__name__}` that can be cut, so"
@@ -396,6 +402,20 @@ def refuse_cut_module(module: nn.Module) -> None:
             f" `tensor_parallel={done.ranks.size}`. Use the same option, or make the module anew and load its"
             " checkpoint."
         )
+
+
+def _refuse_cut_inside(records: Mapping[str, ParamRecord], whole: Collection[str]) -> None:
+    """Refuse a cut inside of modules that stay whole, which an earlier strategy has made.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for name, record in records.items():
+        if record.part is not None and any(name.startswith(f"{one}.") for one in whole):
+            raise ValueError(
+                f"`{name}` is cut over {record.size} tensor ranks by an earlier Trainer without `expert_parallel`,"
+                " which would divide it. Use the same options, or make the module anew and load its checkpoint."
+            )
 
 
 @contextmanager

@@ -85,16 +85,26 @@ def divide_experts(module: nn.Module, ranks: ExpertRanks, device: torch.device |
     return parts
 
 
-def grid_of_experts(parts: Mapping[str, Part], shard_group: dist.ProcessGroup | None, data_ranks: int) -> Grid:
+def grid_of_experts(
+    parts: Mapping[str, Part],
+    shard_group: dist.ProcessGroup | None,
+    data_ranks: int,
+    around: Grid | None = None,
+) -> Grid:
     """Return the grid for ``engine.shard(module, grid=...)``: see Note [One divisor] in ``lightning_zero.grid``.
 
     Args:
         parts: Of ``divide_experts``, by the names that the parameters have in the engine's module.
         shard_group: The ranks with the same experts.
-        data_ranks: Number of ranks with different data: all of the engine.
+        data_ranks: Number of ranks with different data: all of the engine, or its tensor groups.
+        around: The grid of a module that is cut over tensor ranks too, which leaves experts whole. An expert is cut
+            over the tensor ranks that have it as well, and its gradients have the factor that they had before.
     """
-    params = {name: ParamAxes(_EXPERT_SHARDS, part=part) for name, part in parts.items()}
-    return Grid({_ALL_RANKS: None, _EXPERT_SHARDS: shard_group}, data_ranks, params, communicates=True)
+    before = Grid({_ALL_RANKS: None}, data_ranks) if around is None else around
+    factors = {name: before.params[name].factor if name in before.params else 1.0 for name in parts}
+    params = {name: ParamAxes(_EXPERT_SHARDS, factors[name], part) for name, part in parts.items()}
+    groups = {**before.groups, _EXPERT_SHARDS: shard_group}
+    return Grid(groups, data_ranks, {**before.params, **params}, communicates=True)
 
 
 def _divide(param: nn.Parameter, ranks: ExpertRanks, device: torch.device | None) -> Part:

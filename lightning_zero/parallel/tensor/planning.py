@@ -96,13 +96,14 @@ class ModelPlan:
         ]
 
 
-def plan_model(module: nn.Module, options: TensorParallel, call: Call) -> ModelPlan:
+def plan_model(module: nn.Module, options: TensorParallel, call: Call, whole: Collection[str] = ()) -> ModelPlan:
     """Return the plan of a model for the options, verified block by block, without a process group.
 
     Args:
         module: The model. It is not changed. It may be without values, on the meta device.
         options: ``options.plan`` is the plan, or the way to find it.
         call: Runs a copy of the model that it is given, for example on a batch of two samples.
+        whole: Names of modules that stay whole: the experts that expert parallelism divides.
 
     Raises:
         ValueError: The plan does not fit the model, or a block computes something else with it.
@@ -111,7 +112,7 @@ def plan_model(module: nn.Module, options: TensorParallel, call: Call) -> ModelP
         numel = sum(param.numel() for param in module.parameters())
         return ModelPlan(TensorPlan({}), 1, (), numel, 0, ("one rank computes everything",))
     with torch.device("cpu"):  # where copies are, also if the program makes tensors on another device by default
-        return _Planner(module, options, call).plan(call)
+        return _Planner(module, options, call, whole).plan(call)
 
 
 class _Planner:
@@ -119,9 +120,10 @@ class _Planner:
 
     _call: Call
 
-    def __init__(self, module: nn.Module, options: TensorParallel, call: Call) -> None:
+    def __init__(self, module: nn.Module, options: TensorParallel, call: Call, whole: Collection[str]) -> None:
         self._module = module
         self._options = options
+        self._whole = list(whole)
         self._size = options.size
         self._block_names = blocks_of(module)
         self._blocks = distinct_blocks(module, self._block_names)
@@ -162,15 +164,36 @@ class _Planner:
         """Return the plan that the user or the model brings."""
         options = self._options
         if isinstance(options.plan, TensorPlan):
-            resolve(self._module, options.plan, self._size)  # for errors in the whole model's names
-            return options.plan
+            options.plan.require_names(_names(self._module))
+            plan = self._leaving_whole(options.plan)
+            resolve(self._module, plan, self._size)  # for errors in the whole model's names
+            return plan
         found = model_plan(self._module, skip_unknown=options.plan == "auto")
         if found is None and options.plan == "model":
             raise ValueError(
                 f"`TensorParallel(plan='model')` needs a model that brings a plan, and `{type(self._module).__name__}`"
                 " has none. Use plan='auto' or a `TensorPlan`."
             )
-        return found
+        return None if found is None else self._leaving_whole(found)
+
+    def _leaving_whole(self, plan: TensorPlan) -> TensorPlan:
+        """Return a plan without the modules that stay whole."""
+        if not self._whole:
+            return plan
+        names = _names(self._module)
+        left_out = plan.on_names(name for name in names if _is_inside(name, self._whole)).patterns
+        if not left_out:
+            return plan
+        shown = f"`{left_out[0]}`" + (f" and {len(left_out) - 1} more" if len(left_out) > 1 else "")
+        self._notes.append(f"`expert_parallel` divides the experts: rules for {shown} are left out")
+        return plan.on_names(name for name in names if not _is_inside(name, self._whole))
+
+    def _whole_inside(self, block: str) -> list[str]:
+        """Return the names of the modules in a block that stay whole, relative to it."""
+        if _is_inside(block, self._whole):
+            return [""]
+        prefix = f"{block}." if block else ""
+        return [name.removeprefix(prefix) for name in self._whole if name.startswith(prefix)]
 
     def _vocabulary(self) -> TensorPlan:
         if isinstance(self._options.plan, TensorPlan) or not self._options.vocabulary:
@@ -184,11 +207,9 @@ class _Planner:
         """Return the part of the given plan that is about modules outside of the blocks."""
         if self._given is None or self._options.plan == "auto" or self._block_names == [""]:
             return TensorPlan({})
-        names = [
-            *dict(self._module.named_modules(remove_duplicate=False)),
-            *dict(self._module.named_parameters(remove_duplicate=False)),
-        ]
-        outside = self._given.on_names(name for name in names if not _is_inside(name, self._block_names))
+        outside = self._given.on_names(
+            name for name in _names(self._module) if not _is_inside(name, self._block_names)
+        )
         if self._options.plan == "model":
             return outside.only(lambda name: not is_vocabulary_rule(outside.rules[name]))
         return outside
@@ -210,6 +231,7 @@ class _Planner:
             self._notes.append(f"`{block.name}` is not called, and stays whole")
             return self._planned(block.names, block.module, TensorPlan({}), None)
         block = self._leaving_captured(block)
+        without = [*without, *self._whole_inside(block.name)]
         if self._options.plan == "auto":
             find = partial(find_plan, block.module, arguments, self._size, given, without=without)
             found = find()
@@ -397,10 +419,15 @@ def _is_inside(name: str, blocks: Collection[str]) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
 
+def _names(module: nn.Module) -> list[str]:
+    """Return the names of modules and parameters."""
+    modules, params = module.named_modules(remove_duplicate=False), module.named_parameters(remove_duplicate=False)
+    return [*dict(modules), *dict(params)]
+
+
 def _naming(module: nn.Module, plan: TensorPlan) -> TensorPlan:
     """Return the part of a plan that names something in one block; blocks of a list may differ."""
-    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names = _names(module)
 
     def known(pattern: str) -> bool:
         return any(matches(pattern, name) for name in names)

@@ -71,7 +71,7 @@ def find_plan(
 
 
 def _cuts_any(plan: TensorPlan, names: Collection[str]) -> bool:
-    return any(rule == name or rule.startswith(f"{name}.") for rule in plan.rules for name in names)
+    return any(not name or rule == name or rule.startswith(f"{name}.") for rule in plan.rules for name in names)
 
 
 def _find_in_part(
