@@ -40,17 +40,20 @@ class ParamAxes:
         group: Name of the group over which its flat buffer is cut.
         factor: Multiplies its gradient on every rank; see Note [One divisor].
         part: The part that this rank has; None: all of it.
+        is_of_others: Whether its gradient on this rank is a sum over the tokens of other ranks as well, as an expert's.
     """
 
     group: str
     factor: float = 1.0
     part: Part | None = None
+    is_of_others: bool = False
 
     @property
     def fact(self) -> str:
         """The facts that are the same on all ranks, in words."""
         whole = "" if self.part is None else f", a part of {self.part.whole}"
-        return f"cut over {self.group}, gradients times {self.factor}{whole}"
+        others = ", with tokens of other ranks" if self.is_of_others else ""
+        return f"cut over {self.group}, gradients times {self.factor}{others}{whole}"
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,15 @@ class Router(nn.Module):
         """Show the sizes."""
         return f"num_experts={len(self.weight)}, k={self._k}"
 
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers in training."""
+        return self._noise is not None or self._samples_second or (self._k == 1 and self._use_rts)
+
+    def stop_drawing(self) -> None:
+        """Choose by scores alone from now on, as in evaluation."""
+        self._noise, self._samples_second, self._use_rts = None, False, False
+
     def forward(self, tokens: Tensor, used_token: Tensor | None = None) -> Routing:
         """Choose.
 

@@ -158,7 +158,7 @@ def fit(rank: int, world: int, case: Case, paths: dict[str, str]) -> Outcome:
     more, data_ranks = {"max_epochs": 2, **case.more}, list(range(case.data))
     if world > 1:
         groups = {"tensor_parallel": case.tensor, "expert_parallel": case.experts}
-        strategy = ZeroStrategy(stage=case.stage, **{**groups, **case.options})  # type: ignore[arg-type]
+        strategy = ZeroStrategy(**{"stage": case.stage, **groups, **case.options})  # type: ignore[arg-type]
         data_ranks = [rank // case.tensor % case.data]
     else:
         more["accumulate_grad_batches"] = case.data * more.get("accumulate_grad_batches", 1)
@@ -190,4 +190,41 @@ QUICK = [MATRIX[3], MATRIX[5], MATRIX[8], MATRIX[15]]
 
 @pytest.mark.parametrize("case", sample(MATRIX, *QUICK), ids=str)
 def test_divided_experts_on_tensor_ranks_train_as_on_one_rank(case: Case) -> None:
+    check(case)
+
+
+OFFLOADED = {"optimizer": "cpu", "params": "cpu"}
+OPTIONS = [
+    Case(2, 2, 2, 3, Program, {"activation_checkpointing": True}),
+    Case(2, 2, 2, 2, Mixtral, {"activation_checkpointing": {"policy": "selective"}}, CLIPS),
+    Case(2, 2, 2, 2, Program, {"activation_checkpointing": {"policy": "partition"}}),
+    Case(2, 2, 2, 3, Mixtral, {"offload": OFFLOADED}, CLIPS),
+    Case(2, 2, 2, 1, Program, {"offload": "cpu"}, CLIPS),
+    Case(2, 2, 2, 1, Program, {"step": "backward"}),
+    Case(2, 2, 2, 2, Mixtral, {"step": "deferred"}),
+    Case(2, 2, 2, 3, Program, {"units": ["Experts", "Attention"]}, CLIPS),
+    Case(2, 2, 2, 2, Program, {"stage": {"params": 2, "grads": 2}}, CLIPS),
+    Case(2, 2, 2, 2, Mixtral, {"stage": {"params": 2, "grads": "world"}}),
+    Case(2, 2, 2, 2, Program, {"stage": {"params": "none", "grads": 2}}, CLIPS),
+]
+
+
+@pytest.mark.parametrize("case", sample(OPTIONS, OPTIONS[0], OPTIONS[3]), ids=str)
+def test_options_of_the_engine_train_as_on_one_rank(case: Case) -> None:
+    check(case)
+
+
+SHARDED = [
+    *(Case(4, 2, 2, stage, program, more=CLIPS) for stage in (0, 1, 2, 3) for program in (Program, Mixtral)),
+    *(Case(4, 2, 4, stage, Program) for stage in (1, 3)),
+    *(Case(2, 4, 2, stage, Program) for stage in ()),
+    Case(4, 2, 2, 2, Program, {"stage": {"params": 2, "grads": 2}}, CLIPS),
+    Case(4, 2, 2, 2, Mixtral, {"stage": {"params": 4, "grads": "world"}}, CLIPS),
+    Case(4, 2, 2, 2, Program, {"stage": {"params": "none", "grads": 2}}, CLIPS),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHARDED, ids=str)
+def test_experts_of_several_data_ranks_train_as_on_one_rank(case: Case) -> None:
     check(case)

@@ -225,7 +225,9 @@ class BufferGradients:
 
     def _is_of_this_rank(self, index: int) -> bool:
         spec = self._spec
-        return math.isclose(spec.communicator.world_size * spec.factor(index), spec.group.divisor)
+        is_of_others = index in spec.axes and spec.axes[index].is_of_others
+        is_average = math.isclose(spec.communicator.world_size * spec.factor(index), spec.group.divisor)
+        return is_average and not is_of_others
 
     # -- The average over the ranks --------------------------------------------------------------------------------
 

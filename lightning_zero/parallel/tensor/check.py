@@ -2,7 +2,7 @@
 
 Note [Random parameters]
     Parameters are random, biases and norms too, because with their initial values a bias that is added on every rank
-    is zero and passes. Dropout is off. Results, gradients of inputs and of all parameters are compared in fp64, where
+    is zero and passes. Dropout and noise are off. Results, gradients of inputs and of all parameters are compared in fp64, where
     right plans differ by 1e-14 and wrong ones by 0.25 and more; in 16 bits the two would overlap. Keys have gradients
     of zero for their biases, so an error is relative to at least a tenth of the block's median gradient.
 """
@@ -24,7 +24,7 @@ from lightning_zero.parallel.tensor.cuts import ParamRecord
 from lightning_zero.parallel.tensor.diagnosis import ModuleTrace, Suspect, relation, suspect
 from lightning_zero.parallel.tensor.examples import Arguments, call_block, replay, tensors_of
 from lightning_zero.parallel.tensor.forwards import is_transposed
-from lightning_zero.parallel.tensor.generators import dropout_rates
+from lightning_zero.parallel.tensor.generators import stop_drawing
 from lightning_zero.parallel.tensor.plan import TensorPlan
 from lightning_zero.parallel.tensor.threads import ThreadRanks, run_threads
 from lightning_zero.parallel.tensor.transform import cut_module
@@ -139,7 +139,7 @@ def check_block(
 
 
 def random_copy(block: nn.Module, dtype: torch.dtype, seed: int = 0) -> nn.Module:
-    """Return a copy on the CPU in training mode with random parameters, all with gradients, and without dropout."""
+    """Return a copy on the CPU in training mode with random parameters, all with gradients; it draws no numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def one(name: str, param: nn.Parameter) -> nn.Parameter:
@@ -158,8 +158,7 @@ def random_copy(block: nn.Module, dtype: torch.dtype, seed: int = 0) -> nn.Modul
         for key, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[key] = _real(buffer, generator, dtype)
-    for child, name, _ in list(dropout_rates(result)):
-        setattr(child, name, 0.0)
+    stop_drawing(result)
     return result
 
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_zero.errors import PartialParameterError
+from lightning_zero.moe.routing import Router
 from lightning_zero.parallel.tensor.collectives import Ranks, copy_to_ranks
 
-__all__ = ["Region", "dropout_rates"]
+__all__ = ["Region", "dropout_rates", "stop_drawing"]
 
 
 class Region:
@@ -32,11 +33,15 @@ class Region:
     Args:
         module: The cut module; without dropout in it nothing is switched.
         ranks: The tensor group.
+        in_sequence: Ranks have parts of a sequence: routers and experts too draw for the tokens of one rank.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks, *, in_sequence: bool = False) -> None:
         self._ranks = ranks
-        self._is_random = any(rate > 0 for _, _, rate in dropout_rates(module))
+        own = set(module.modules())
+        rates = [rate for child, _, rate in dropout_rates(module) if in_sequence or child in own]
+        routers = [child for child in own if in_sequence and isinstance(child, Router)]
+        self._is_random = any(rate > 0 for rate in rates) or any(one.is_random for one in routers)
         self._entrance: _Entrance | None = None  # of the region that was entered last, until it is left
         self._seed: int | None = None  # of the region that was entered last
         self._agreed: Tensor | None = None  # state of the generator in front of it
@@ -136,12 +141,31 @@ class _Entrance:
 
 
 def dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-    """Yield the dropout rates of a module: owner, name of the attribute, and rate."""
-    for child in module.modules():
+    """Yield the rates of dropout and jitter of a module: owner, name of the attribute, and rate."""
+    for child in _modules(module):
         for name, value in vars(child).items():
-            is_rate = "drop" in name.lower() or (name == "p" and isinstance(child, nn.modules.dropout._DropoutNd))
+            is_rate = "drop" in name.lower() or "jitter" in name.lower()
+            is_rate |= name == "p" and isinstance(child, nn.modules.dropout._DropoutNd)
             if is_rate and isinstance(value, float):
                 yield child, name, value
+
+
+def stop_drawing(module: nn.Module) -> None:
+    """Let a module compute without dropout, jitter and random routers, so that it computes the same each time."""
+    for child, name, _ in list(dropout_rates(module)):
+        setattr(child, name, 0.0)
+    for child in module.modules():
+        if isinstance(child, Router):
+            child.stop_drawing()
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module's modules, and those that it hides in tuples, as experts hide their template."""
+    for child in module.modules():
+        yield child
+        for value in vars(child).values():
+            for hidden in value if isinstance(value, tuple) else ():
+                yield from hidden.modules() if isinstance(hidden, nn.Module) else ()
 
 
 def _place_of(tensor: Tensor) -> int | None:

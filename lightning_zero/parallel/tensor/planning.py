@@ -11,6 +11,7 @@ from types import FunctionType, MethodType
 import torch
 from torch import nn
 
+from lightning_zero.moe.layer import MoE
 from lightning_zero.parallel.tensor.blocks import (
     Block,
     Call,
@@ -85,7 +86,8 @@ class ModelPlan:
             share = planned.cut_numel / max(planned.numel, 1)
             state = "is not called" if planned.check is None else f"largest error {planned.check.error:.1e}"
             if planned.check is not None and not planned.check.is_right:
-                state = "WRONG, " + state
+                is_cut = bool(planned.plan.patterns)
+                state = "WRONG, " + state if is_cut else "computes something else in each run, and stays whole"
             rows.append(f"  {planned.names[0]}{alike}: {share:.1%} cut, {state}")
         return [
             f"tensor parallelism over {self.size} ranks: {self.cut_fraction:.1%} of {self.numel} elements cut",
@@ -139,6 +141,7 @@ class _Planner:
         """Plan the blocks, then the modules outside of them."""
         self._call = call
         self._refuse_layerdrop()
+        self._refuse_dropped_tokens()
         blocks = [self._planned_block(block, of) for of in self._blocks for block in self._kinds(of)]
         outside = self._planned_pieces()
         plan = self._merged([*blocks, *outside])
@@ -362,6 +365,16 @@ class _Planner:
                 f"`{found}` is above 0: LayerDrop leaves blocks out, and with `sequence=True` the first block of a list"
                 " divides the sequence and the last one gathers it. Set it to 0.0, or leave `sequence` out."
             )
+
+    def _refuse_dropped_tokens(self) -> None:
+        """Refuse to divide the sequence where tokens are dropped by the number of those that a rank has."""
+        for name, child in self._module.named_modules() if self._options.sequence else ():
+            if isinstance(child, MoE) and child.drop_tokens:
+                self._refuse(
+                    f"`{name}` has `drop_tokens=True`, and with `sequence=True` each rank would drop tokens by the"
+                    " capacity for its part of the sequence: other tokens than without. Use `drop_tokens=False`, or"
+                    " leave `sequence` out."
+                )
 
     def _refuse(self, message: str) -> None:
         if self._options.check == "refuse":

@@ -56,7 +56,7 @@ def cut_module(module: nn.Module, plan: TensorPlan, ranks: Ranks) -> dict[str, P
         TypeError: A rule is for another kind of module or parameter.
     """
     resolution = resolve(module, plan, ranks.size)
-    region = Region(module, ranks)
+    region = Region(module, ranks, in_sequence=bool(resolution.streams))
     records = _records(module, resolution, ranks)
     _replace_params(module, records)
     modules = dict(module.named_modules(remove_duplicate=False))
