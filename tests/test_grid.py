@@ -51,6 +51,11 @@ def test_facts_are_the_same_on_ranks_with_other_parts() -> None:
     assert one.facts() == other.facts()
 
 
+def test_a_gradient_with_tokens_of_other_ranks_is_a_fact() -> None:
+    assert ParamAxes("data", 0.5).fact == "cut over data, gradients times 0.5"
+    assert ParamAxes("data", is_of_others=True).fact == "cut over data, gradients times 1.0, with tokens of other ranks"
+
+
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
 def test_factors_that_cannot_be_are_refused(factor: float) -> None:
     with pytest.raises(ValueError, match="Use 1, or 1 / T where T ranks have its whole gradient"):

@@ -50,7 +50,7 @@ class ProcessHooks(ParallelStrategy):
         num_nodes: Set by the Trainer.
         pipeline: The options of a pipeline of two or more stages, or None.
         tensor_parallel: The options of tensor parallelism over two or more ranks, or None.
-        expert_parallel: Ranks over which the experts of a layer are divided, two or more, or None.
+        expert_parallel: Data ranks over which the experts of a layer are divided, two or more, or None.
         communication: How ranks exchange parameters and gradients.
         timeout: After which a collective of the default process group fails.
     """

@@ -121,7 +121,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         tensor_parallel: Cut the matrices of the model over this many neighbouring ranks, which get the same batches,
             or ``TensorParallel``, or a dict of its fields (docs/tensor.md).
         expert_parallel: Divide the experts of each layer, ``lightning_zero.moe.MoE`` or of a Hugging Face model, over
-            this many neighbouring ranks, which have different batches and exchange tokens (docs/experts.md).
+            this many neighbouring data ranks, which have different batches and exchange tokens (docs/experts.md).
         communication: How ranks exchange parameters and gradients; a dict of the fields of ``Communication`` is taken
             too.
         masters: Keep fp32 masters of parameters that compute in 16 bits.

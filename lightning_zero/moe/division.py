@@ -102,9 +102,7 @@ def grid_of_experts(
     """
     before = Grid({_ALL_RANKS: None}, data_ranks) if around is None else around
     factors = {name: before.params[name].factor if name in before.params else 1.0 for name in parts}
-    params = {
-        name: ParamAxes(_EXPERT_SHARDS, factors[name], part, is_of_others=True) for name, part in parts.items()
-    }
+    params = {name: ParamAxes(_EXPERT_SHARDS, factors[name], part, is_of_others=True) for name, part in parts.items()}
     groups = {**before.groups, _EXPERT_SHARDS: shard_group}
     return Grid(groups, data_ranks, {**before.params, **params}, communicates=True)
 

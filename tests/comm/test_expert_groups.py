@@ -35,6 +35,32 @@ def test_every_pipeline_stage_has_groups_of_its_own() -> None:
     ]
 
 
+def _beside_tensor_ranks(rank: int, world: int, stages: int) -> tuple[int, int, list[int], list[int]]:
+    groups = ExpertGroups(2, 60.0, stages, 2)
+    ranks = [dist.get_process_group_ranks(group) for group in (groups.expert_group, groups.shard_group)]
+    return groups.rank, groups.num_groups, *ranks
+
+
+def test_ranks_of_a_tensor_group_have_the_same_experts() -> None:
+    assert run(_beside_tensor_ranks, 4, 1) == [
+        (0, 1, [0, 2], [0, 1]),
+        (0, 1, [1, 3], [0, 1]),
+        (1, 1, [0, 2], [2, 3]),
+        (1, 1, [1, 3], [2, 3]),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_groups_beside_tensor_ranks_are_those_of_a_stage(stages: int) -> None:
+    copies = 8 // stages
+    for rank, found in enumerate(run(_beside_tensor_ranks, 8, stages)):
+        first, place = rank // 4 * 4, rank // 2 % 2
+        of_stage = range(rank // copies * copies, rank // copies * copies + copies)
+        same = [one for one in of_stage if one // 2 % 2 == place]
+        assert found == (place, copies // 4, [first + rank % 2, first + rank % 2 + 2], same)
+
+
 def _wrong_size(rank: int, world: int) -> str:
     with pytest.raises(ValueError, match="divide") as caught:
         ExpertGroups(3, 60.0)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.boxes import Part
+from lightning_zero.grid import Grid, ParamAxes
 from lightning_zero.moe import MoE
 from lightning_zero.moe.division import divide_experts, expert_layers, grid_of_experts
 from lightning_zero.moe.exchange import ExpertRanks
@@ -48,6 +50,24 @@ def test_a_rank_keeps_the_first_ranks_values_of_its_experts() -> None:
             assert parts[name].whole == tuple(whole[name].shape)
         assert group == "ranks with the same experts"
         assert are_divided == [True, True]
+
+
+def test_experts_beside_tensor_ranks_keep_the_factor_of_their_gradients() -> None:
+    cut, part = Part.along((4, 6), 0, (0, 2)), Part.along((E, 3), 0, (0, 2))
+    params = {
+        "cut": ParamAxes("data ranks", part=cut),
+        "whole": ParamAxes("all ranks", 0.5),
+        "experts.weight": ParamAxes("all ranks", 0.5),
+        "experts.bias": ParamAxes("all ranks", 1.0),
+    }
+    around = Grid({"all ranks": None, "data ranks": None}, 2, params)
+    grid = grid_of_experts({"experts.weight": part, "experts.bias": part}, None, 2, around)
+    assert list(grid.groups) == ["all ranks", "data ranks", "ranks with the same experts"]
+    assert grid.communicates
+    assert grid.data_ranks == 2
+    assert {name: grid.params[name] for name in ("cut", "whole")} == {name: params[name] for name in ("cut", "whole")}
+    for name, factor in (("experts.weight", 0.5), ("experts.bias", 1.0)):
+        assert grid.params[name] == ParamAxes("ranks with the same experts", factor, part, is_of_others=True)
 
 
 def _twice(rank: int, world: int) -> str:

@@ -2,9 +2,9 @@
 
 Note [Random parameters]
     Parameters are random, biases and norms too, because with their initial values a bias that is added on every rank
-    is zero and passes. Dropout and noise are off. Results, gradients of inputs and of all parameters are compared in fp64, where
-    right plans differ by 1e-14 and wrong ones by 0.25 and more; in 16 bits the two would overlap. Keys have gradients
-    of zero for their biases, so an error is relative to at least a tenth of the block's median gradient.
+    is zero and passes. Dropout and noise are off. Results, gradients of inputs and of all parameters are compared in
+    fp64, where right plans differ by 1e-14 and wrong ones by 0.25 and more; in 16 bits the two would overlap. Keys have
+    gradients of zero for their biases, so an error is relative to at least a tenth of the block's median gradient.
 """
 
 from __future__ import annotations

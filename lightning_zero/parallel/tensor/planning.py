@@ -210,9 +210,7 @@ class _Planner:
         """Return the part of the given plan that is about modules outside of the blocks."""
         if self._given is None or self._options.plan == "auto" or self._block_names == [""]:
             return TensorPlan({})
-        outside = self._given.on_names(
-            name for name in _names(self._module) if not _is_inside(name, self._block_names)
-        )
+        outside = self._given.on_names(name for name in _names(self._module) if not _is_inside(name, self._block_names))
         if self._options.plan == "model":
             return outside.only(lambda name: not is_vocabulary_rule(outside.rules[name]))
         return outside
@@ -322,7 +320,14 @@ class _Planner:
         )
 
     def _hint(self, module: nn.Module, name: str, check: BlockCheck) -> str:
-        """Return a sentence on sizes that cannot be divided, or on integers that should be."""
+        """Return a sentence on losses of routers, on sizes that cannot be divided, or on integers that should be."""
+        if self._options.sequence and (
+            self._whole_inside(name) or any(isinstance(one, MoE) for one in module.modules())
+        ):
+            return (
+                " With `sequence=True` a rank has a part of the sequence, and a router's auxiliary loss, or its counts"
+                " of tokens, are those of the part: leave `sequence` or them out."
+            )
         for child in module.modules():
             heads = getattr(getattr(child, "config", child), "num_key_value_heads", None)
             if type(heads) is int and heads % self._size:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import weakref
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.errors import PartialParameterError
+from lightning_zero.moe import MoE
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
-from lightning_zero.parallel.tensor.generators import Region, dropout_rates
+from lightning_zero.parallel.tensor.generators import Region, dropout_rates, stop_drawing
 from lightning_zero.parallel.tensor.loss import cut_cross_entropy
 from lightning_zero.parallel.tensor.plan import TensorPlan
 from lightning_zero.parallel.tensor.threads import ThreadRanks
@@ -136,6 +138,41 @@ def test_rates_are_found_in_modules_and_in_attributes() -> None:
     layer = copy.deepcopy(Layer(0.25))
     layer.attention_dropout = 0.125
     assert sorted(rate for _, _, rate in dropout_rates(layer)) == [0.125, 0.25, 0.25]
+
+
+def _mixture(rate: float = 0.5, **options: Any) -> MoE:
+    return MoE(8, nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate)), 4, k=2, **options)
+
+
+def test_nothing_draws_in_a_module_that_is_told_so() -> None:
+    layers = [_mixture(noisy_gate_policy="RSample"), _mixture(0.0, top2_2nd_expert_sampling=True)]
+    layers.append(MoE(8, nn.Linear(8, 8), 4, k=1, drop_tokens=True, capacity_factor=0.5, min_capacity=0))
+    x = torch.randn(16, 8)
+    for layer in layers:
+        other = copy.deepcopy(layer)
+        assert not torch.equal(layer(x)[0], layer(x)[0])
+        stop_drawing(layer)
+        assert torch.equal(layer(x)[0], layer(x)[0])
+        assert not torch.equal(other(x)[0], other(x)[0])  # a copy has rates of its own
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_switched"),
+    [
+        (_mixture(), True),
+        (_mixture(0.0, noisy_gate_policy="Jitter"), True),
+        (_mixture(0.0), False),
+    ],
+)
+def test_noise_of_routers_and_experts_is_a_ranks_own_in_a_part_of_a_sequence_only(
+    layer: nn.Module, is_switched: bool
+) -> None:
+    for in_sequence in (False, True):
+        region = Region(layer, ThreadRanks.group(2)[1], in_sequence=in_sequence)
+        before = torch.get_rng_state()
+        region.enter(torch.ones(1), True)
+        assert torch.equal(before, torch.get_rng_state()) != (is_switched and in_sequence)
+        region.end()
 
 
 class _Counted:

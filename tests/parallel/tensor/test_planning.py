@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.parallel.tensor.plan import CutArgument, TensorParallel, TensorPlan
+from lightning_zero.moe import MoE
+from lightning_zero.parallel.tensor.plan import Cut, CutArgument, TensorParallel, TensorPlan
 from lightning_zero.parallel.tensor.planning import ModelPlan, plan_model
 from lightning_zero.parallel.tensor.threads import ThreadRanks, run_threads
 from lightning_zero.parallel.tensor.transform import cut_module
@@ -280,6 +282,29 @@ class Stack(nn.Module):
         return x + loss
 
 
+class Mixed(nn.Module):
+    """A feed-forward network and a noisy mixture, whose loss nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+        expert = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))
+        self.moe = MoE(16, expert[0], 4, k=2, noisy_gate_policy="RSample", shared_expert=expert)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.fc2(self.fc1(x).relu())
+        return x + self.moe(x)[0]
+
+
+class Noisy(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x + torch.randn_like(x)).relu())
+
+
 def _plan_stack(model: nn.Module, **options: Any) -> ModelPlan:
     return plan_model(model, TensorParallel(size=2, **options), lambda one: one(torch.randn(2, 4, 16)))
 
@@ -294,6 +319,39 @@ def test_a_block_that_reads_its_number_has_a_plan_of_its_own() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="block `blocks.1` computes something else"):
         _plan_stack(Stack(Odd), plan=CUT)
+
+
+@pytest.mark.parametrize("plan", ["auto", "model"])
+def test_experts_that_are_divided_stay_whole(plan: str) -> None:
+    model, call = make("mixtral")
+    experts = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+    cut = plan_model(model, TensorParallel(plan=plan), call)  # type: ignore[arg-type]
+    whole = plan_model(model, TensorParallel(plan=plan), call, experts)  # type: ignore[arg-type]
+    assert any("experts" in name for name in cut.plan.rules)
+    assert not any("experts" in name for name in whole.plan.patterns)
+    assert all(one.check is None or one.check.is_right for one in whole.blocks)
+    assert {name for name in cut.plan.rules if "experts" not in name} == set(whole.plan.rules)
+    assert whole.notes[0] == (
+        "`expert_parallel` divides the experts: rules for `model.layers.0.mlp.experts.gate_up_proj` and 5 more are left"
+        " out"
+    )
+
+
+def test_a_plan_of_the_program_that_names_divided_experts_leaves_them_out() -> None:
+    model = Stack(lambda _: Mixed())
+    whole = [f"blocks.{number}.moe.experts" for number in range(3)]
+    rules: dict[str, Any] = {"blocks.*.fc1": "column", "blocks.*.fc2": "row", "blocks.*.moe.experts.weight": Cut(1)}
+    planned = plan_model(model, TensorParallel(plan=TensorPlan(rules)), lambda one: one(torch.randn(2, 4, 16)), whole)
+    assert "rules for `blocks.0.moe.experts.weight` and 2 more are left out" in planned.notes[0]
+    found = plan_model(model, TensorParallel(), lambda one: one(torch.randn(2, 4, 16)), whole)
+    layers = {f"blocks.{number}.{layer}" for number, layer in itertools.product(range(3), ("fc1", "fc2"))}
+    assert set(planned.plan.rules) == set(found.plan.rules) == layers
+
+
+def test_a_block_that_draws_other_numbers_each_time_stays_whole() -> None:
+    planned = _plan_stack(Stack(Noisy))
+    assert planned.cut_numel == 0
+    assert planned.lines()[3] == "  blocks.0 and 2 more: 0.0% cut, computes something else in each run, and stays whole"
 
 
 def test_blocks_that_do_not_read_their_number_are_of_one_kind() -> None:
