@@ -21,7 +21,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
 from lightning_zero.grid import Grid
 from lightning_zero.lightning.part_forwards import TensorRun, compute_with_parts
-from lightning_zero.moe.division import divide_experts, expert_layers, grid_of_experts
+from lightning_zero.moe.division import divide_experts, divisible_layers, expert_layers, grid_of_experts
 from lightning_zero.moe.exchange import ExpertRanks
 
 __all__ = ["ExpertTraining", "refuse_divided_module"]
@@ -56,13 +56,13 @@ class ExpertTraining:
         """Return the names of the experts, which a plan of tensor parallelism leaves whole.
 
         Raises:
-            ValueError: They are divided already, beside another number of tensor ranks.
+            ValueError: They cannot be divided, or are divided already beside another number of tensor ranks.
         """
         done: _DividedModule | None = vars(module).get(_KEY)
         if done is not None and done.tensor != self.groups.tensor:
             otherwise = f"beside `tensor_parallel={done.tensor}`, and not `tensor_parallel={self.groups.tensor}`."
             raise ValueError(_divided(module, done, otherwise))
-        return list(expert_layers(module))
+        return list(expert_layers(module) if done is not None else divisible_layers(module, self.groups.size))
 
     def cut(self, module: pl.LightningModule, around: Grid | None = None) -> Grid:
         """Leave this rank its experts of a module; one that is divided already keeps them. Collective: all ranks.

@@ -17,7 +17,7 @@ from lightning_zero.moe.exchange import ExpertRanks
 from lightning_zero.moe.experts import Experts
 from lightning_zero.moe.routed import RoutedExperts
 
-__all__ = ["ExpertLayer", "divide_experts", "expert_layers", "grid_of_experts"]
+__all__ = ["ExpertLayer", "divide_experts", "divisible_layers", "expert_layers", "grid_of_experts"]
 
 _ALL_RANKS = "all ranks"
 _EXPERT_SHARDS = "ranks with the same experts"
@@ -63,19 +63,8 @@ def divide_experts(module: nn.Module, ranks: ExpertRanks, device: torch.device |
     Raises:
         ValueError: There are no such layers, or one cannot be divided.
     """
-    layers = expert_layers(module)
-    if not layers:
-        raise ValueError(
-            f"`expert_parallel={ranks.size}` finds no experts in `{type(module).__name__}` that can be divided: those"
-            " of `lightning_zero.moe.MoE`, and modules that are called with `(hidden_states, top_k_index,"
-            " top_k_weights)`, as in models of Hugging Face. Use such layers, or leave the option out."
-        )
-    for name, layer in layers.items():
-        _refuse_computed(module, name, layer, ranks.size)
-        _check(name, layer, ranks.size)
+    layers = divisible_layers(module, ranks.size)
     _verify(layers)
-    _refuse_ties(module, layers)
-    _refuse_compiled(module)
     names = {id(param): name for name, param in module.named_parameters()}
     parts: dict[str, Part] = {}
     for number, layer in enumerate(layers.values()):
@@ -83,6 +72,27 @@ def divide_experts(module: nn.Module, ranks: ExpertRanks, device: torch.device |
             parts[names[id(param)]] = _divide(param, ranks, device)
         layer.experts.divide(ranks, number)
     return parts
+
+
+def divisible_layers(module: nn.Module, size: int) -> dict[str, ExpertLayer]:
+    """Return the experts of all layers, by name, for a number of ranks. Nothing is changed.
+
+    Raises:
+        ValueError: There are no such layers, or one cannot be divided.
+    """
+    layers = expert_layers(module)
+    if not layers:
+        raise ValueError(
+            f"`expert_parallel={size}` finds no experts in `{type(module).__name__}` that can be divided: those"
+            " of `lightning_zero.moe.MoE`, and modules that are called with `(hidden_states, top_k_index,"
+            " top_k_weights)`, as in models of Hugging Face. Use such layers, or leave the option out."
+        )
+    for name, layer in layers.items():
+        _refuse_computed(module, name, layer, size)
+        _check(name, layer, size)
+    _refuse_ties(module, layers)
+    _refuse_compiled(module)
+    return layers
 
 
 def grid_of_experts(

@@ -54,11 +54,11 @@ def expert(rate: float = 0.0) -> nn.Module:
 class Block(nn.Module):
     """Attention and a mixture."""
 
-    def __init__(self, rate: float = 0.0, **options: Any) -> None:
+    def __init__(self, rate: float = 0.0, num: int = EXPERTS, **options: Any) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention = Attention()
-        self.moe = MoE(WIDTH, [expert(rate) for _ in range(EXPERTS)], EXPERTS, **{"k": 2, **options})
+        self.moe = MoE(WIDTH, [expert(rate) for _ in range(num)], num, **{"k": 2, **options})
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = x + self.attention(self.first(x))
@@ -441,6 +441,27 @@ def test_pipeline_stages_of_tensor_ranks_with_divided_experts_train_as_one_rank(
     check(case)
 
 
+# -- One module, several runs ------------------------------------------------------------------------------------------
+
+
+def _fit_twice(rank: int, world: int, case: Case) -> Outcome:
+    module = case.program(**case.layers)
+    fit(rank, world, case, {}, module)
+    return fit(rank, world, case, {}, module)
+
+
+TWICE = [
+    Case(2, 2, 2, stage, program, more={"max_epochs": 1}) for stage in (0, 1, 2, 3) for program in (Program, Mixtral)
+]
+
+
+@pytest.mark.parametrize("case", sample(TWICE, TWICE[6]), ids=str)
+def test_a_module_is_fitted_twice(case: Case) -> None:
+    expected = run(_fit_twice, 1, case)[0]
+    for found in run(_fit_twice, 4, case):
+        compare(found, expected, case)
+
+
 # -- Refused -----------------------------------------------------------------------------------------------------------
 
 
@@ -465,6 +486,7 @@ DROPS = Case(2, 2, 2, 1, Quiet, SEQUENCE, layers={"drop_tokens": True})
 BALANCED = Case(2, 2, 2, 1, Quiet, SEQUENCE, layers={"bias_balancing": True}, lengths="even")
 REFUSED = [
     (replace(CASE, experts=4), "", "`expert_parallel=4` does not divide the 2 data ranks. Use a multiple of 8 dev"),
+    (replace(CASE, layers={"num": 5}), "", "which has 5 experts: every rank has as many. Use"),
     (DROPS, "", "`blocks.0.moe` has `drop_tokens=True`, and with `sequence=True` each rank would drop tokens by"),
     (replace(CASE, options=SEQUENCE, lengths="even"), "", "and a router's auxiliary loss, or its counts of tokens"),
     (BALANCED, "", "the tensor that the forward leaves as `moe.router.load`"),
@@ -529,7 +551,7 @@ def test_evaluations_of_other_batches_are_refused(kind: str, message: str) -> No
         run(_evaluate, 4, CASE, kind)
 
 
-@pytest.mark.parametrize("refused", sample(REFUSED, *REFUSED[:2], REFUSED[5]), ids=lambda one: one[2][:40])
+@pytest.mark.parametrize("refused", sample(REFUSED, *REFUSED[:3], REFUSED[6]), ids=lambda one: one[2][:40])
 def test_programs_that_cannot_be_divided_are_refused(refused: tuple[Case, str, str]) -> None:
     case, kind, message = refused
     for found in run(_message, 4, case, kind):
