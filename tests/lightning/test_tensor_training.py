@@ -113,7 +113,7 @@ def _plan_without_a_batch(rank: int, world: int) -> str:
     before, tensor_training.call_for_plan = tensor_training.call_for_plan, call_for_plan
     try:
         with pytest.raises(ValueError, match="no file on rank 1") as caught:
-            training._agreed_plan(None)
+            training._agreed_plan(None, ())
     finally:
         tensor_training.call_for_plan = before
     return str(caught.value)
