@@ -104,7 +104,7 @@ def test_batches_of_any_type_are_told_apart(make: Any) -> None:
 
 def _plan_without_a_batch(rank: int, world: int) -> str:
     training: Any = TensorTraining(TensorParallel(size=2), TensorGroups(2, 60.0), torch.device("cpu"))
-    training._plan = lambda module, call: ("the plan", [], [])
+    training._plan = lambda module, call, whole: ("the plan", [], [])
 
     def call_for_plan(module: Any) -> Any:
         if rank == 1:
