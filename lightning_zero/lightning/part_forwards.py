@@ -158,6 +158,11 @@ class PartsForward:
         self._tensor_run = tensor_run
         self._attributes = attributes
 
+    @property
+    def option(self) -> str:
+        """The option of the strategy that has cut the module; another one may have cut modules inside of it."""
+        return self._tensor_run.option
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward.
 
@@ -174,7 +179,8 @@ class PartsForward:
                 " option, or make the module anew and load its checkpoint. Under `torch.no_grad()` all ranks that have"
                 " its parts can compute with it together."
             )
-        with computing_with_parts(self.params), showing(self._attributes), self._tensor_run.ending_region():
+        parts = computing_with_parts(self.params, self.option)
+        with parts, showing(self._attributes), self._tensor_run.ending_region():
             return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,11 +219,15 @@ def compute_with_parts(
             owner.forward = _LocalForward(owner, own)
     for child in _with_wrappers(module, chosen):
         inside = [one for owner in child.modules() for one in local.get(owner, ())]
-        if not isinstance(child.__dict__.get("forward"), PartsForward):
+        if not _is_parts_forward(child.__dict__.get("forward"), tensor_run):
             child.forward = PartsForward(child, child.__dict__.get("forward"), tensor_run, inside)
         compiled = child._compiled_call_impl
-        if compiled is not None and not isinstance(compiled, PartsForward):  # its graph holds the forward
+        if compiled is not None and not _is_parts_forward(compiled, tensor_run):  # its graph holds the forward
             child._compiled_call_impl = PartsForward(child, compiled, tensor_run, inside)
+
+
+def _is_parts_forward(forward: Any, tensor_run: TensorRun) -> bool:
+    return isinstance(forward, PartsForward) and forward.option == tensor_run.option
 
 
 def _with_wrappers(module: nn.Module, chosen: dict[int, nn.Module]) -> Iterator[nn.Module]:

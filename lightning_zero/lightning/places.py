@@ -5,12 +5,12 @@ Many programs make a loss with weights anew in every `setup`: modules that have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 from torchmetrics import Metric
 
-__all__ = ["Places", "buffer_places_of", "modules_with_buffers_only", "places_of"]
+__all__ = ["Places", "buffer_places_of", "convert_buffers", "places_of"]
 
 Places = list[tuple[str, int]]
 
@@ -31,9 +31,18 @@ def buffer_places_of(module: nn.Module) -> Places:
     return [(name, id(child)) for name, child in _modules_of(module) if _has_buffers(child) and not _has_params(child)]
 
 
-def modules_with_buffers_only(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that have buffers and no parameters, metrics left out."""
-    return [child for _, child in _modules_of(module) if _has_buffers(child) and not _has_params(child)]
+def convert_buffers(module: nn.Module, convert: Callable[[nn.Module], object]) -> None:
+    """Convert a module's buffers as the precision plugin does, and leave its parameters alone; metrics left out.
+
+    Args:
+        module: The module.
+        convert: Converts the tensors of a module in place.
+    """
+    for _, child in _modules_of(module):
+        holder = nn.Module()
+        holder._buffers.update(child._buffers)
+        convert(holder)
+        child._buffers.update(holder._buffers)
 
 
 def _modules_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -55,7 +55,7 @@ from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
 from lightning_zero.lightning.loader_states import note_loader_states, remake_loaders
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
-from lightning_zero.lightning.places import Places, buffer_places_of, modules_with_buffers_only, places_of
+from lightning_zero.lightning.places import Places, buffer_places_of, convert_buffers, places_of
 from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks, tell_before_callbacks
 from lightning_zero.lightning.sample_counts import count_samples_once
@@ -342,6 +342,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         refuse_options(self, trainer)
         count_samples_once(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._tensor is not None and self.pipeline is not None:
+            self._tensor.refuse_random_stages(self.lightning_module)
         self._shard(self.lightning_module, is_fitting=is_fitting)
         if is_fitting:
             begin_averages(trainer)
@@ -418,8 +420,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             for parallelism in self._cutting:
                 parallelism.show_wholes(module)
         else:  # DDPStrategy starts every run from rank 0's values
-            for child in modules_with_buffers_only(module):  # some may be new
-                self.precision_plugin.convert_module(child)
+            convert_buffers(module, self.precision_plugin.convert_module)  # some may be new
             engine.internals.fits.make_equal()
         if self._experts is not None:
             self._experts.bind(module, engine)
@@ -643,7 +644,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         trainer = self._sharded_module.trainer
         if batch is None and self.world_size > 1 and trainer.training:
             reduces = self.stage >= 2 or self.sharding.waits_in_node
-            waits = reduces or self.pipeline is not None or self._cutting is not None
+            waits = reduces or self.pipeline is not None or bool(self._cutting)
             require_all_without_batch(trainer, waits_within_step=waits)
         return batch
 
@@ -834,7 +835,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self._finish_saving()
         finally:
             self._take_back_finetuning()
-            decide_alone(self._sharded_module.trainer)
+            trainer = self._sharded_module._trainer
+            if trainer is not None:  # else an error came before, or this process has started others
+                decide_alone(trainer)
             Peers.of_world().end_run(self)
             if self._tensor is not None:
                 self._tensor.unbind_metrics()

@@ -48,6 +48,7 @@ from lightning_zero.parallel.pipeline.schedule.streams import RandomState
 from lightning_zero.parallel.tensor.blocks import Call
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
 from lightning_zero.parallel.tensor.cuts import ParamRecord
+from lightning_zero.parallel.tensor.generators import draws_numbers
 from lightning_zero.parallel.tensor.grid import grid_of
 from lightning_zero.parallel.tensor.plan import TensorParallel, TensorPlan
 from lightning_zero.parallel.tensor.planning import ModelPlan, plan_model
@@ -91,6 +92,21 @@ class TensorTraining:
         self._losses = GroupLosses(device)
 
     # -- Cutting -------------------------------------------------------------------------------------------------------
+
+    def refuse_random_stages(self, module: nn.Module) -> None:
+        """Refuse random numbers in pipeline stages that have parts of a divided sequence.
+
+        A rank draws its own numbers from the first block of a list to the last one, which are on different stages.
+
+        Raises:
+            ValueError: The sequence is divided, and the module draws numbers in training.
+        """
+        if self.options.sequence and draws_numbers(module):
+            raise ValueError(
+                "`TensorParallel(sequence=True)` with `pipeline` does not work with dropout, jitter or random routers:"
+                " the generators of tensor ranks would not be switched on every stage. Set the rates to 0, or leave"
+                " `sequence` or `pipeline` out."
+            )
 
     def cut(self, module: pl.LightningModule, whole: Collection[str] = ()) -> Grid:
         """Give a module this rank's part of its parameters; one that is cut already keeps it.

@@ -140,6 +140,7 @@ class EvenEvaluation:
             raise self._error(
                 f"The loaders of `{self._step}` have different numbers of batches: {listed}. {self._remedy}"
             )
+        vars(self._loop).pop("on_run_end", None)  # of an evaluation that an error has ended
         if self._is_unknown:
             go_on = partial(type(self._loop).on_run_end, self._loop)  # an evaluation with an error has left its own
             vars(self._loop)["on_run_end"] = partial(self._around_end, go_on)

@@ -73,6 +73,14 @@ class BlockWithoutLoss(Block):
         return super().forward(x)[0]
 
 
+class BlockThatCounts(Block):
+    """Reads the number of experts in the shape of a parameter of theirs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, aux_loss = super().forward(x)
+        return x, aux_loss * len(next(self.moe.experts.parameters())) / EXPERTS
+
+
 class Program(LightningModule):
     """Trains an embedding, two blocks and a head on sequences; logs."""
 
@@ -118,6 +126,12 @@ class Quiet(Program):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten(), reduction="sum") / 8
+
+
+class Counting(Program):
+    """Weighs its auxiliary loss by the number of experts."""
+
+    block = BlockThatCounts
 
 
 class Mixtral(Program):
@@ -256,6 +270,7 @@ OPTIONS = [
     Case(2, 2, 2, 3, Program, {"activation_checkpointing": True}),
     Case(2, 2, 2, 2, Mixtral, SELECTIVE, CLIPS),
     Case(2, 2, 2, 2, Program, PARTITION),
+    Case(2, 2, 2, 1, Counting),
     Case(2, 2, 2, 3, Mixtral, {"offload": {"optimizer": "cpu", "params": "cpu"}}, CLIPS),
     Case(2, 2, 2, 1, Program, {"offload": "cpu"}, CLIPS),
     Case(2, 2, 2, 1, Program, {"step": "backward"}),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchmetrics.classification import BinaryPrecisionRecallCurve
 
-from lightning_zero.lightning.places import buffer_places_of, modules_with_buffers_only, places_of
+from lightning_zero.lightning.places import buffer_places_of, convert_buffers, places_of
 
 
 def _rename(module: nn.Sequential) -> None:
@@ -61,7 +61,15 @@ def test_places_are_those_of_modules_with_parameters(move: Callable[[nn.Module],
 def test_modules_with_buffers_only_are_known_by_their_own_places() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.CrossEntropyLoss(weight=torch.ones(3)), nn.BatchNorm1d(3), nn.ReLU())
     before = buffer_places_of(module)
-    assert modules_with_buffers_only(module) == [module[1]]
     module[1] = nn.CrossEntropyLoss(weight=torch.ones(3))
     assert [name for name, _ in before] == ["1"]
     assert buffer_places_of(module) != before
+
+
+def test_buffers_of_all_modules_are_converted_and_parameters_are_not() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module.register_buffer("weights", torch.ones(2), persistent=False)
+    convert_buffers(module, lambda holder: holder.to(torch.bfloat16))
+    assert [buffer.dtype for buffer in module.buffers()] == [torch.bfloat16] * 3 + [torch.int64]
+    assert all(param.dtype == torch.float32 for param in module.parameters())
+    assert "weights" not in module.state_dict()

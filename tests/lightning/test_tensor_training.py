@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchmetrics import SumMetric
 
 from lightning_zero.comm.tensor_groups import TensorGroups
@@ -123,3 +124,15 @@ def test_an_error_of_another_rank_than_the_first_while_planning_is_told_on_all()
     """The plan of rank 0 took its place."""
     for told in run(_plan_without_a_batch, 2):
         assert "OSError while planning `tensor_parallel`: no file on rank 1" in told
+
+
+def test_random_numbers_in_stages_of_a_divided_sequence_are_refused() -> None:
+    training: Any = object.__new__(TensorTraining)
+    training.options = TensorParallel(size=2, sequence=True)
+    training.refuse_random_stages(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
+    with pytest.raises(
+        ValueError, match=r"`TensorParallel\(sequence=True\)` with `pipeline` does not work with dropout"
+    ):
+        training.refuse_random_stages(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    training.options = TensorParallel(size=2)
+    training.refuse_random_stages(nn.Sequential(nn.Dropout(0.1)))

@@ -295,9 +295,10 @@ def show_parts(params: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def computing_with_parts(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let parameters be the parts that a module computes with, for the time of its forward."""
-    found = [(param, face) for param in params if (face := face_of(param)) is not None]
+def computing_with_parts(params: Iterable[nn.Parameter], option: str = "tensor_parallel") -> Iterator[None]:
+    """Let parameters that an option has cut be the parts that a module computes with, for the time of its forward."""
+    faces = [(param, face) for param in params if (face := face_of(param)) is not None]
+    found = [(param, face) for param, face in faces if face.option == option]
     for param, face in found:
         face.hide(param)
     try:

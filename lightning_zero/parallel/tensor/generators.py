@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,7 +25,7 @@ from lightning_zero.errors import PartialParameterError
 from lightning_zero.moe.routing import Router
 from lightning_zero.parallel.tensor.collectives import Ranks, copy_to_ranks
 
-__all__ = ["Region", "dropout_rates", "stop_drawing"]
+__all__ = ["DrawsOutside", "Region", "draws_numbers", "dropout_rates", "stop_drawing"]
 
 
 class Region:
@@ -39,9 +40,8 @@ class Region:
     def __init__(self, module: nn.Module, ranks: Ranks, *, in_sequence: bool = False) -> None:
         self._ranks = ranks
         own = set(module.modules())
-        rates = [rate for child, _, rate in dropout_rates(module) if in_sequence or child in own]
-        routers = [child for child in own if in_sequence and isinstance(child, Router)]
-        self._is_random = any(rate > 0 for rate in rates) or any(one.is_random for one in routers)
+        has_dropout = any(rate > 0 for child, _, rate in dropout_rates(module) if child in own)
+        self._is_random = draws_numbers(module) if in_sequence else has_dropout
         self._entrance: _Entrance | None = None  # of the region that was entered last, until it is left
         self._seed: int | None = None  # of the region that was entered last
         self._agreed: Tensor | None = None  # state of the generator in front of it
@@ -81,6 +81,21 @@ class Region:
                 " random numbers were drawn inside of the cut region before: a dropout in front of the layer drops"
                 " other elements on every tensor rank. Set that dropout to 0 (`lora_dropout=0.0`), or leave the layer"
                 " out of the plan with a `TensorPlan`."
+            )
+
+    def refuse_inside(self, name: str, tensor: Tensor) -> None:
+        """Refuse a module that draws the numbers of whole tokens with this rank's own generator.
+
+        Raises:
+            PartialParameterError: A cut region was entered and not left.
+        """
+        if isinstance(tensor, FakeTensor) or self._seed is None or tensor.device != self._device:
+            return
+        if _generator_of(tensor.device).initial_seed() == self._seed:
+            raise PartialParameterError(
+                f"`{name}` draws random numbers for whole tokens between a layer that is cut over the tensor ranks and"
+                " the one that sums its results: every tensor rank would draw others. Call it in front of the first or"
+                " behind the second, or leave these layers out of the plan with a `TensorPlan`."
             )
 
     def forget_copy(self) -> None:
@@ -148,6 +163,31 @@ def dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
             is_rate |= name == "p" and isinstance(child, nn.modules.dropout._DropoutNd)
             if is_rate and isinstance(value, float):
                 yield child, name, value
+
+
+def draws_numbers(module: nn.Module) -> bool:
+    """Say whether a module draws random numbers in training: by dropout, jitter, or routers."""
+    routers = (child for child in module.modules() if isinstance(child, Router))
+    return any(rate > 0 for _, _, rate in dropout_rates(module)) or any(one.is_random for one in routers)
+
+
+class DrawsOutside:
+    """A hook in front of a module that draws numbers for whole tokens, which all tensor ranks must draw alike.
+
+    Args:
+        region: Draws this rank's own numbers inside.
+        name: Of the module.
+    """
+
+    def __init__(self, region: Region, name: str) -> None:
+        self._region = region
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Refuse a call inside of the region."""
+        tensor = next((one for one in args if isinstance(one, Tensor)), None)
+        if module.training and tensor is not None:
+            self._region.refuse_inside(self._name, tensor)
 
 
 def stop_drawing(module: nn.Module) -> None:

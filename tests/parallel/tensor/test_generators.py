@@ -259,3 +259,35 @@ def test_a_loss_of_a_column_layer_ends_its_region() -> None:
     first, second = run(_run_column_alone, 2)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert not torch.equal(first[0], first[1])
+
+
+class Parallel(nn.Module):
+    """A mixture between a column layer and its row layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.up, self.inner, self.down = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)
+        self.moe = MoE(8, nn.Linear(8, 8), 2, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.inner(self.up(x))
+        mixed = self.moe(x)[0]
+        result: Tensor = self.down(inside) + mixed
+        return result
+
+
+def _run_between(rank: int, world: int) -> None:
+    x = torch.ones(4, 8)
+    for options in ({"k": 2, "noisy_gate_policy": "RSample"}, {"k": 1, "drop_tokens": True}):
+        model = nn.Sequential(Parallel(**options))
+        cut_module(model, PLAN, ProcessGroupRanks())
+        with pytest.raises(PartialParameterError, match="draws random numbers for whole tokens between a layer that"):
+            model(x)
+        model.eval()(x)
+    model = nn.Sequential(Parallel(k=2))
+    cut_module(model, PLAN, ProcessGroupRanks())
+    model(x)
+
+
+def test_routers_that_draw_inside_of_a_region_are_refused() -> None:
+    run(_run_between, 2)
