@@ -23,6 +23,7 @@ from lightning_zero.lightning import expert_training
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.moe import MoE
 from lightning_zero.moe.division import grid_of_experts
+from tests.contracts.test_expert_parallel import leaves
 from tests.lightning_programs import assert_equal, trainer, weights
 from tests.sampling import sample
 from tests.worlds import run, seed
@@ -132,6 +133,19 @@ class Counting(Program):
     """Weighs its auxiliary loss by the number of experts."""
 
     block = BlockThatCounts
+
+
+class WithoutList(Counting):
+    """Has no list of blocks, so its plan is for the module as a whole."""
+
+    def build(self, **options: Any) -> None:
+        super().build(**options)
+        self.only = self.blocks[0]
+        del self.blocks
+
+    def loss(self, ids: Tensor) -> Tensor:
+        x, aux_loss = self.only(self.tokens(ids))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten(), reduction="sum") / 8 + 0.1 * aux_loss
 
 
 class Mixtral(Program):
@@ -271,6 +285,7 @@ OPTIONS = [
     Case(2, 2, 2, 2, Mixtral, SELECTIVE, CLIPS),
     Case(2, 2, 2, 2, Program, PARTITION),
     Case(2, 2, 2, 1, Counting),
+    Case(2, 2, 2, 2, WithoutList),
     Case(2, 2, 2, 3, Mixtral, {"offload": {"optimizer": "cpu", "params": "cpu"}}, CLIPS),
     Case(2, 2, 2, 1, Program, {"offload": "cpu"}, CLIPS),
     Case(2, 2, 2, 1, Program, {"step": "backward"}),
@@ -385,14 +400,6 @@ RESUMES = [
     if "both" in first or "both" in second
     for program in (Program, Mixtral)
 ]
-
-
-def leaves(value: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {key: leaf for one, item in value.items() for key, leaf in leaves(item, f"{name}/{one}").items()}
-    if isinstance(value, list):
-        return {key: leaf for one, item in enumerate(value) for key, leaf in leaves(item, f"{name}/{one}").items()}
-    return {name: value}
 
 
 def _saved(path: Path) -> dict[str, Any]:
