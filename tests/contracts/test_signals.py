@@ -170,6 +170,7 @@ class _IsTerminatedAtTheEnd(ZeroStrategy):
 def _fit_and_end(rank: int, world: int) -> list[int]:
     sent: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test before may have left a handler in this process
         patch.setattr(signal, "raise_signal", sent.append)
         make_trainer(rank, world, _IsTerminatedAtTheEnd(stage=2), max_epochs=1).fit(seeded(Net), loader(rank, world))
     return sent

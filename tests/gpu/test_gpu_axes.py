@@ -5,6 +5,7 @@ Two ranks share one device and talk over gloo, which stages exchanges in host me
 
 from __future__ import annotations
 
+import csv
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +15,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lightning_zero import ZeroMonitor
+from lightning_zero import FlopsProfile, ZeroMonitor
 from lightning_zero.config import ActivationCheckpointing, Offload, Pipeline
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.moe import MoE
 from tests import worlds
 from tests.lightning_programs import Ranks
+from tests.parallel.activation import test_kept_products
 
 WIDTH, VOCAB, LENGTH, STEPS = 32, 48, 8, 4
 TIMEOUT_S = 200.0  # the first use of a device by a process takes seconds
@@ -141,8 +145,9 @@ def _fit(rank: int, world: int, device: str, model: str, options: dict[str, Any]
     module = _Program(model)
     ids = torch.randint(0, VOCAB, (64, LENGTH), generator=torch.Generator().manual_seed(7))
     data = TensorDataset(ids)
-    copies = 1 if "pipeline" in options or "tensor_parallel" in options else world
-    sampler: Any = DistributedSampler(data, copies, rank % copies, shuffle=False)
+    copies = world // 2 ** len({"pipeline", "tensor_parallel"} & options.keys())  # every axis has two ranks
+    data_rank = rank // 2 if "tensor_parallel" in options else rank  # tensor ranks are neighbours
+    sampler: Any = DistributedSampler(data, copies, data_rank % copies, shuffle=False)
     loader = DataLoader(data, batch_size=8 // copies, sampler=sampler)
     trainer = Trainer(
         strategy=ZeroStrategy(**options),
@@ -234,6 +239,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "experts-stage3": (2, "moe", {"stage": 3, "expert_parallel": 2}, ACCUMULATION),
     "experts-mixtral": (2, "mixtral", {"stage": 2, "expert_parallel": 2}, {}),
     "experts-mixtral-bf16": (2, "mixtral", {"stage": 3, "expert_parallel": 2}, HALF),
+    "experts-tensor": (4, "mixtral", {"stage": 2, "expert_parallel": 2, "tensor_parallel": 2}, {}),
+    "experts-pipeline": (4, "moe", {"stage": 3, "expert_parallel": 2, "pipeline": 2}, {}),
+    "tensor-pipeline": (4, "llama", {"stage": 3, "tensor_parallel": 2, "pipeline": 2}, {}),
 }
 
 
@@ -304,11 +312,42 @@ def test_fits_resume_on_a_gpu(name: str, tmp_path: Path) -> None:
         assert found == []
 
 
-def _watched(rank: int, world: int) -> dict[str, float]:
+def _watched(rank: int, world: int, folder: str) -> int:
+    """Return the operations of the forward that the table has."""
+    profile = FlopsProfile(step=2)
+    trainer = {
+        "callbacks": [ZeroMonitor(grad_norm="units", flops=True), profile],
+        "logger": CSVLogger(folder),
+        "log_every_n_steps": 1,
+        **HALF,
+    }
     with _alone("cuda", world):
-        return _fit(rank, world, "cuda", "gpt", {"stage": 3}, trainer={"callbacks": [ZeroMonitor()]})[1]
+        _fit(rank, world, "cuda", "gpt", {"stage": 3}, trainer=trainer)
+    assert profile.count is not None
+    return profile.count.forward
 
 
-def test_a_monitor_runs_on_a_gpu() -> None:
-    (found,) = worlds.run(_watched, 1, timeout_s=TIMEOUT_S)
-    assert all(value == value for value in found.values())
+def test_a_monitor_knows_what_a_gpu_reaches(tmp_path: Path) -> None:
+    (forward,) = worlds.run(_watched, 1, str(tmp_path), timeout_s=TIMEOUT_S)
+    tokens, attended = 8 * LENGTH, 2 * 2 * 8 * LENGTH**2 * WIDTH
+    assert forward == 4 * (2 * tokens * WIDTH * WIDTH * (3 + 1 + 4) + attended) + 2 * tokens * WIDTH * VOCAB
+    (file,) = tmp_path.rglob("metrics.csv")
+    rows = [row for row in csv.DictReader(file.open()) if row["throughput/mfu"]]
+    assert rows
+    for row in rows:
+        peak = float(row["throughput/model_TFLOP_per_s"]) / float(row["throughput/mfu"])
+        assert peak == pytest.approx(get_available_flops(torch.device("cuda"), torch.bfloat16) / 1e12, rel=1e-4)
+
+
+def _written_in_place(rank: int, world: int, name: str) -> bool:
+    """Say whether a gradient behind selective checkpointing has the bits of one without it."""
+    with torch.device("cuda"):
+        test_kept_products.test_results_that_are_written_in_place_go_backward_as_without_checkpointing(
+            getattr(test_kept_products, name)
+        )
+    return True
+
+
+@pytest.mark.parametrize("name", ["_adds", "_adds_behind_a_use", "_writes_a_view", "_writes_out"])
+def test_kept_products_are_copied_on_a_gpu(name: str) -> None:
+    assert worlds.run(_written_in_place, 1, name, timeout_s=TIMEOUT_S) == [True]
