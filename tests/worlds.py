@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _ALL_DONE = b"all done"
-KEPT_THREADS = 32  # at most between two calls; a fresh process has one
+KEPT_THREADS = 8  # at most between two calls; a fresh process has one, and those of gloo wake a hundred times a second
 KEPT_S = 2.0  # a rank that is done keeps its connections at most; it may be the error that others wait for
 GRACE_S = 3.0  # how long the other ranks may still answer after the first error
 
