@@ -157,7 +157,6 @@ def _fit(rank: int, world: int, device: str, model: str, options: dict[str, Any]
         plugins=[_Node(rank, world)],
         max_steps=more.pop("max_steps", STEPS),
         max_epochs=-1,
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -165,7 +164,7 @@ def _fit(rank: int, world: int, device: str, model: str, options: dict[str, Any]
         num_sanity_val_steps=0,
         limit_val_batches=2,
         val_check_interval=2,
-        **{"gradient_clip_val": 0.5, **more.pop("trainer", {})},
+        **{"gradient_clip_val": 0.5, "logger": False, **more.pop("trainer", {})},
     )
     saves, resumes = more.pop("saves", None), more.pop("resumes", None)
     trainer.fit(module, loader, loader, ckpt_path=resumes)

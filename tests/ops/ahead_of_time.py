@@ -113,7 +113,7 @@ def _dump(binary: bytes, option: str) -> str:
 def _widths(code: str, instructions: str) -> dict[int, int]:
     """Count instructions by the bits that they move."""
     widths: dict[int, int] = {}
-    for modifiers in re.findall(rf"\b(?:{instructions})((?:\.[A-Z0-9_]+)*)", code):
+    for modifiers in re.findall(rf"\b(?:{instructions})\b((?:\.[A-Z0-9_]+)*)", code):
         named = [int(size) for size in re.findall(r"\.[US]?(8|16|64|128)\b", modifiers)]
         width = max(named, default=32)
         widths[width] = widths.get(width, 0) + 1

@@ -16,6 +16,7 @@ from tests.sampling import sample
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ODD = (1, 63, 1000, 4097)
+MANY = 1056 * 4096 + 4097  # a program of the norm has more than one block
 
 # -- In the interpreter ------------------------------------------------------------------------------------------------
 
@@ -61,6 +62,15 @@ def _interpret_sq_norm_and_finite(dtype: str) -> None:
             assert not flat._launch_sq_norm_and_finite(poisoned)[1]
 
 
+def _interpret_sq_norm_of_many(dtype: str) -> None:
+    grad = torch.randn(MANY).to(DTYPES[dtype])
+    for bad in (0.0, float("inf")):
+        grad[-1] = bad
+        total, finite = flat._launch_sq_norm_and_finite(grad)
+        torch.testing.assert_close(total, flat._sq_norm_and_finite_reference(grad)[0], rtol=1e-6, atol=0.0)
+        assert finite == (bad == 0.0)
+
+
 def _interpret_clip_value(dtype: str) -> None:
     for numel in ODD:
         grad = torch.randn(numel).to(DTYPES[dtype])
@@ -76,6 +86,7 @@ INTERPRETED = {
     **{f"accumulate-{a}-{b}": partial(_interpret_accumulate, a, b) for a in DTYPES for b in DTYPES},
     **{f"sq-norm-and-finite-{a}": partial(_interpret_sq_norm_and_finite, a) for a in DTYPES},
     **{f"sq-norm-{a}": partial(_interpret_sq_norm, a) for a in DTYPES},
+    "sq-norm-of-many": partial(_interpret_sq_norm_of_many, "bf16"),
     **{f"clip-value-{a}": partial(_interpret_clip_value, a) for a in DTYPES},
 }
 
@@ -110,12 +121,24 @@ COMPILED = {
     **{
         f"sq-norm-and-finite-{a}": Compilation(
             flat._sq_norm_and_finite_kernel,
-            {"grad": f"*{a}", "partial_sums": "*fp32", "partial_flags": "*i32", "numel": "i64"},
-            {"BLOCK": flat._NORM_BLOCK},
-            flat._NUM_WARPS,
+            {
+                "grad": f"*{a}",
+                "partial_sums": "*fp64",
+                "partial_flags": "*i32",
+                "numel": "i64",
+                "num_blocks": "i32",
+            },
+            {"BLOCK": flat._NORM_BLOCK, "STAGES": flat._STAGES},
+            2 * flat._NUM_WARPS,
         )
         for a in DTYPES
     },
+    "sum-up": Compilation(
+        flat._sum_up_kernel,
+        {"partial_sums": "*fp64", "partial_flags": "*i32", "out": "*fp32", "out_flag": "*i8", "programs": "i32"},
+        {"BLOCK": flat._LAST_BLOCK},
+        2 * flat._NUM_WARPS,
+    ),
     **{
         f"clip-value-{a}": Compilation(
             flat._clip_value_kernel,
