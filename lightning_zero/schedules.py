@@ -3,13 +3,15 @@
 Note [Two counts]
     ``last_batch_iteration``, DeepSpeed's count, is -1 before the first ``step`` of a schedule and 0 after it. PyTorch's
     ``last_epoch`` is one more: the number of steps that the optimizer has made. ``LRRangeTest`` and ``OneCycle`` go by
-    the number of steps, so the second step has the second value. The warm-ups go by ``last_batch_iteration``, so the
-    first two steps have the lowest rate. Both are as in DeepSpeed.
+    the number of steps, so the second step has the second value. The warm-ups go by ``last_batch_iteration``: the
+    second step has the lowest rate, and the first one too, or under ``WarmupCosineLR`` the rate 0. Both are as in
+    DeepSpeed.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ __all__ = ["LRRangeTest", "OneCycle", "Schedule", "WarmupCosineLR", "WarmupDecay
 PerGroup = float | Sequence[float]
 WarmupType = Literal["log", "linear"]
 TotalSteps = int | Literal["auto"]
+CycleMomentum = bool | Literal["deepspeed"]
 
 _USE = {
     "total_num_steps": "Use the number of steps of the training, or 'auto', which a Trainer fills.",
@@ -145,7 +148,8 @@ class OneCycle(Schedule):
         cycle_first_stair_count: Stairs to the top; 0: a slope.
         cycle_second_stair_count: Stairs back; None: as many as to the top.
         decay_step_size: Unit of the decay, in steps; 0: no decay.
-        cycle_momentum: Cycle the momentum too.
+        cycle_momentum: Cycle the momentum too. ``"deepspeed"``: as DeepSpeed does. It cycles ``betas`` only, sets
+            ``betas[1]`` to 0.99, and makes the first step with ``cycle_min_mom``.
         cycle_min_mom: Momentum at the top; a list has one for each parameter group.
         cycle_max_mom: Momentum at both ends; a list has one for each parameter group.
         decay_mom_rate: Growth of the momentum within ``decay_step_size`` steps.
@@ -164,7 +168,7 @@ class OneCycle(Schedule):
         cycle_first_stair_count: int = 0,
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
-        cycle_momentum: bool = True,
+        cycle_momentum: CycleMomentum = True,
         cycle_min_mom: PerGroup = 0.8,
         cycle_max_mom: PerGroup = 0.9,
         decay_mom_rate: float = 0.0,
@@ -179,11 +183,9 @@ class OneCycle(Schedule):
         self.decay_steps = _count("decay_step_size", decay_step_size, 0)
         self.decay_lr_rate = _rate("decay_lr_rate", decay_lr_rate)
         self.decay_mom_rate = _rate("decay_mom_rate", decay_mom_rate)
-        self.cycle_momentum = cycle_momentum
+        self.cycle_momentum = _momentum_of(optimizer, cycle_momentum)
         self.min_moms = _momenta(optimizer, "cycle_min_mom", cycle_min_mom)
         self.max_moms = _momenta(optimizer, "cycle_max_mom", cycle_max_mom)
-        if cycle_momentum:
-            _require_momentum(optimizer)
         _give_initial_rates(optimizer, last_batch_iteration)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -207,7 +209,9 @@ class OneCycle(Schedule):
         if not self.cycle_momentum:
             return
         for group, momentum in zip(self.optimizer.param_groups, self.get_mom(), strict=True):
-            if "betas" in group:
+            if self.cycle_momentum == "deepspeed":
+                group["betas"] = (momentum, 0.99)
+            elif "betas" in group:
                 group["betas"] = (momentum, *group["betas"][1:])
             else:
                 group["momentum"] = momentum
@@ -218,6 +222,8 @@ class OneCycle(Schedule):
         Raises:
             ValueError: The decay has raised it to 1.
         """
+        if self.cycle_momentum == "deepspeed" and self.last_epoch == 0:
+            return self.min_moms
         height = self._height()
         if height is not None:
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
@@ -370,7 +376,8 @@ class WarmupCosineLR(_WithTotal, Schedule):
         optimizer: The optimizer whose learning rates are multiplied.
         total_num_steps: Steps of the training, warm-up included. ``"auto"``: those of the Trainer, under
             ``ZeroStrategy``.
-        warmup_min_ratio: First factor of the learning rates.
+        warmup_min_ratio: Factor of the learning rates at which the warm-up begins, in the second step; that of the
+            first step is 0, as in DeepSpeed.
         warmup_num_steps: Steps of the warm-up; 1 counts as 2.
         cos_min_ratio: Last factor of the learning rates.
         warmup_type: ``"log"`` or ``"linear"``.
@@ -405,7 +412,7 @@ class WarmupCosineLR(_WithTotal, Schedule):
         """Return the factor of the learning rates."""
         place = self.last_batch_iteration
         if place < 0:
-            return self.warmup_min_ratio
+            return 0.0
         total = self._total()
         if place < self.warmup_num_steps:
             height = _warmed_up(place, self.warmup_num_steps, self.warmup_type)
@@ -449,12 +456,25 @@ def _momenta(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
     return values
 
 
-def _require_momentum(optimizer: Optimizer) -> None:
-    if any("betas" not in group and "momentum" not in group for group in optimizer.param_groups):
-        raise ValueError(
-            f"`cycle_momentum=True` cycles `betas[0]` or `momentum`, and `{type(optimizer).__name__}` has neither."
-            " Use `cycle_momentum=False`."
+def _momentum_of(optimizer: Optimizer, kind: CycleMomentum) -> CycleMomentum:
+    """Return which momentum of the optimizer is cycled.
+
+    Raises:
+        ValueError: It has none.
+    """
+    name = type(optimizer).__name__
+    if kind == "deepspeed" and "betas" not in optimizer.defaults:
+        warnings.warn(
+            f"`cycle_momentum='deepspeed'` cycles `betas`, which `{name}` does not have: its momentum stays as it is.",
+            stacklevel=4,
         )
+        return False
+    if kind is True and any("betas" not in group and "momentum" not in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"`cycle_momentum=True` cycles `betas[0]` or `momentum`, and `{name}` has neither. Use"
+            " `cycle_momentum=False`."
+        )
+    return kind
 
 
 def _give_initial_rates(optimizer: Optimizer, last_batch_iteration: int) -> None:

@@ -88,7 +88,7 @@ NUMBERS: dict[str, tuple[Make, list[float]]] = {
     "cosine": (
         lambda o: WarmupCosineLR(o, 8, 0.5, 4, 0.1, "linear"),
         [
-            0.05,
+            0.0,
             0.05,
             0.0625,
             0.075,
@@ -124,6 +124,8 @@ def decay(batch: int, steps: int, total: int, kind: str) -> float:
 
 
 def cosine(batch: int, steps: int, total: int, kind: str) -> float:
+    if batch < 0:
+        return 0.0
     if batch < steps:
         return 0.2 + 0.8 * warmed_up(batch, steps, kind)
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, (batch - steps + 1) / (total - steps))))
@@ -197,6 +199,25 @@ def test_momentum_stays_where_it_is_not_cycled() -> None:
     read = lambda one: one.optimizer.param_groups[0]["betas"]  # noqa: E731
     assert set(curve(schedule, 6, read)) == {(0.7, 0.95)}
     OneCycle(optimizer(make=Adagrad), 0.1, 0.2, cycle_momentum=False)
+
+
+def test_momentum_as_in_deepspeed_begins_at_its_lowest_and_sets_the_second_beta() -> None:
+    schedule = OneCycle(
+        optimizer(betas=(0.5, 0.95)), 0.1, 0.2, cycle_first_step_size=2, cycle_momentum="deepspeed", cycle_max_mom=0.9
+    )
+    read = lambda one: one.optimizer.param_groups[0]["betas"]  # noqa: E731
+    assert curve(schedule, 4, read) == [(pytest.approx(momentum), 0.99) for momentum in (0.8, *MOMENTA[1:4])]
+    schedule.load_state_dict({"last_batch_iteration": 0})
+    assert read(schedule) == (pytest.approx(0.85), 0.99)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.5}], ids=["plain", "momentum"])
+def test_momentum_as_in_deepspeed_stays_without_betas(options: Any) -> None:
+    sgd = optimizer(make=SGD, **options)
+    with pytest.warns(UserWarning, match=r"cycles `betas`, which `SGD` does not have: its momentum stays"):
+        schedule = OneCycle(sgd, 0.1, 0.2, cycle_first_step_size=2, cycle_momentum="deepspeed")
+    momenta = curve(schedule, 4, lambda one: one.optimizer.param_groups[0]["momentum"])
+    assert set(momenta) == {options.get("momentum", 0)}
 
 
 def test_momentum_that_grows_to_one_is_an_error() -> None:

@@ -721,9 +721,9 @@ class _Reader:
 
     def _schedule(self) -> MadeOf | None:
         made = self._made("scheduler")
-        name = "scheduler.params.warmup_max_lr"
-        if made is not None and "warmup_max_lr" in made.args and not self._said(name):
-            self._say_default(name, made.args["warmup_max_lr"], f"`warmup_max_lr={made.args['warmup_max_lr']}`")
+        if made is not None:
+            for name, value in made.defaults.items():
+                self._say_default(f"scheduler.params.{name}", value, made.notes[name][1])
         return made
 
     def _made(self, section: str) -> MadeOf | None:
@@ -736,7 +736,7 @@ class _Reader:
         if section == "optimizer":
             made = optimizer_of(kind, params)
         else:
-            made = schedule_of(kind, params, highest=None if self._version >= (0, 17, 2) else 0.001)
+            made = schedule_of(kind, params, highest=0.001 if self._version < (0, 17, 2) else None)
         where = f"`{made.class_path}`" if made.cls is not None else made.missing
         status: Status = "translated" if made.cls is not None else "not yet"
         self._say(f"{section}.type", status, f"{where}, where `configure_optimizers` makes none" if made.cls else where)

@@ -26,6 +26,7 @@ _HINTS = {
     "lr": ("lr", "learning_rate"),
     "warmup_num_steps": ("warmup_num_steps", "warmup_steps", "num_warmup_steps"),
 }
+_CYCLED = "`cycle_momentum='deepspeed'`: `betas` are cycled, with 0.99 as the second one; other momentum stays as it is"
 
 Note = tuple[str, str]
 """The status of a parameter, and its translation."""
@@ -41,6 +42,7 @@ class MadeOf:
         args: Arguments beside the parameters or the optimizer; ``"auto"`` for values that the module gives.
         missing: Why there is none.
         notes: By parameter, its status and translation.
+        defaults: DeepSpeed's values of parameters that are not given; ``notes`` have their translations.
     """
 
     section: str
@@ -48,6 +50,7 @@ class MadeOf:
     args: Mapping[str, Any] = field(default_factory=dict)
     missing: str = ""
     notes: Mapping[str, Note] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def class_path(self) -> str:
@@ -143,7 +146,7 @@ def schedule_of(kind: Any, params: Mapping[str, Any], *, highest: float | None) 
     Args:
         kind: A schedule of DeepSpeed, or the name of a class in ``torch.optim.lr_scheduler``.
         params: Its parameters.
-        highest: ``warmup_max_lr`` where it is not given; None: the optimizer's own rate.
+        highest: ``warmup_max_lr`` of ``WarmupLR`` where it is not given; None: the optimizer's own rate.
 
     Raises:
         ValueError: The type or a parameter is not known.
@@ -158,15 +161,28 @@ def schedule_of(kind: Any, params: Mapping[str, Any], *, highest: float | None) 
         )
     if name not in _SCHEDULES:
         return _of_class("scheduler", cls, params, auto={})
-    params = {one: _whole(one, value) for one, value in params.items()}
+    defaults = {one: value for one, value in _defaults(cls, highest).items() if one not in params}
+    params = {one: _whole(one, value) for one, value in {**params, **defaults}.items()}
     notes: dict[str, Note] = {}
     if params.get("warmup_type", "log") not in ("log", "linear"):
         notes["warmup_type"] = ("translated", "`warmup_type='log'`, as in DeepSpeed, for a word that is not known")
         params["warmup_type"] = "log"
-    if highest is not None and "warmup_max_lr" in inspect.signature(cls).parameters:
-        params.setdefault("warmup_max_lr", highest)
+    if params.get("cycle_momentum") is True:
+        notes["cycle_momentum"] = ("translated", _CYCLED)
+        params["cycle_momentum"] = "deepspeed"
+    if params.get("warmup_max_lr", 0.0) is None:
+        notes["warmup_max_lr"] = ("translated", "the optimizer's rate")
     made = _of_class("scheduler", cls, params, auto=_AUTO_SCHEDULE)
-    return MadeOf("scheduler", made.cls, made.args, notes={**made.notes, **notes})
+    return MadeOf("scheduler", made.cls, made.args, notes={**made.notes, **notes}, defaults=defaults)
+
+
+def _defaults(cls: type, highest: float | None) -> dict[str, Any]:
+    """Return DeepSpeed's defaults that differ from those of the class."""
+    if cls is schedules.OneCycle:
+        return {"cycle_momentum": True}
+    if cls is schedules.WarmupDecayLR:
+        return {"warmup_max_lr": 0.001}
+    return {"warmup_max_lr": highest} if cls is schedules.WarmupLR else {}
 
 
 def _of_class(section: str, cls: type, params: Mapping[str, Any], *, auto: Mapping[str, Any]) -> MadeOf:

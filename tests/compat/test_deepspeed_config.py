@@ -279,6 +279,29 @@ def test_defaults_are_those_of_the_version(
     assert len(checks) == (clipping == 1.0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "version", "params", "name", "value", "becomes"),
+    [
+        ("WarmupLR", None, {}, "warmup_max_lr", None, "the optimizer's rate"),
+        ("WarmupLR", "0.17.1", {}, "warmup_max_lr", 0.001, "`warmup_max_lr=0.001`"),
+        ("WarmupDecayLR", None, {"total_num_steps": 9}, "warmup_max_lr", 0.001, "`warmup_max_lr=0.001`"),
+        ("OneCycle", None, {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}, "cycle_momentum", True, "`cycle_momentum='deep"),
+    ],
+)
+def test_defaults_of_a_schedule_are_deepspeeds(
+    kind: str, version: Any, params: Any, name: str, value: Any, becomes: str
+) -> None:
+    plan = plan_of({"scheduler": {"type": kind, "params": params}}, deepspeed_version=version)
+    found = row(plan, f"(scheduler.params.{name})")
+    assert (found.value, found.status) == (value, "default")
+    assert found.becomes.startswith(becomes)
+    told = plan_of({"scheduler": {"type": kind, "params": {**params, name: value}}}, deepspeed_version=version)
+    assert told.schedule is not None
+    assert plan.schedule is not None
+    assert told.schedule.args == plan.schedule.args
+    assert row(told, f"scheduler.params.{name}").becomes.startswith(becomes)
+
+
 def test_without_a_version_clipping_and_timeout_are_those_of_lightnings_strategy() -> None:
     plan = plan_of(zero(stage=1))
     assert (plan.clipping, plan.clipping_is_default) == (None, True)

@@ -101,8 +101,8 @@ def test_auto_is_a_number_of_the_module() -> None:
 
 def test_schedules_of_a_configuration() -> None:
     optimizer = torch.optim.AdamW(params(), lr=0.1)
-    made = schedule_of("WarmupDecayLR", {"total_num_steps": "auto", "warmup_num_steps": 1e1}, highest=0.5)
-    assert dict(made.args) == {"total_num_steps": "auto", "warmup_num_steps": 10, "warmup_max_lr": 0.5}
+    made = schedule_of("WarmupDecayLR", {"total_num_steps": "auto", "warmup_num_steps": 1e1}, highest=None)
+    assert dict(made.args) == {"total_num_steps": "auto", "warmup_num_steps": 10, "warmup_max_lr": 0.001}
     assert made.class_path == "lightning_zero.WarmupDecayLR"
     assert isinstance(made.make(optimizer, nothing), WarmupDecayLR)
 
@@ -118,6 +118,14 @@ def test_schedules_of_a_configuration() -> None:
     schedule = made.make(optimizer, {"num_warmup_steps": 7}.get)
     assert isinstance(schedule, WarmupLR)
     assert (schedule.warmup_num_steps, schedule.warmup_type, schedule.min_lrs) == (7, "log", [0.0])
+
+    made = schedule_of("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}, highest=None)
+    with pytest.warns(UserWarning, match="its momentum stays"):
+        made.make(torch.optim.SGD(params(), lr=0.1), nothing)
+    made.make(optimizer, nothing)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    is_off = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_momentum": False}
+    assert dict(schedule_of("OneCycle", is_off, highest=None).args) == is_off
 
     made = schedule_of("StepLR", {"step_size": 2}, highest=None)
     assert isinstance(made.make(optimizer, nothing), torch.optim.lr_scheduler.StepLR)

@@ -43,7 +43,7 @@ def test_the_yaml_says_what_the_configuration_says() -> None:
         },
         "lr_scheduler": {
             "class_path": "lightning_zero.WarmupDecayLR",
-            "init_args": {"total_num_steps": "auto", "warmup_num_steps": 2},
+            "init_args": {"total_num_steps": "auto", "warmup_num_steps": 2, "warmup_max_lr": 0.001},
         },
         "trainer": {
             "precision": "bf16-mixed",

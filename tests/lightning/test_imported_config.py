@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.02, "betas": [0.8, 0.95], "weight_decay": 0.1}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": "auto", "warmup_num_steps": 2, "warmup_type": "linear"},
+        "params": {"total_num_steps": "auto", "warmup_num_steps": 2, "warmup_max_lr": 0.02, "warmup_type": "linear"},
     },
 }
 
@@ -349,14 +349,17 @@ def test_a_schedule_of_pytorch_is_stepped_at_every_step() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.02 * 0.5**8
 
 
-def test_momentum_of_a_cycle_is_set() -> None:
+@pytest.mark.parametrize(("kind", "name", "values"), [("AdamW", "betas", (0.9, 0.99)), ("SGD", "momentum", (0,))])
+@pytest.mark.filterwarnings("ignore:.*which `SGD` does not have")
+def test_momentum_of_a_cycle_is_as_in_deepspeed(kind: str, name: str, values: Any) -> None:
     config = {
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "optimizer": {"type": kind, "params": {"lr": 0.1}},
         "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}},
     }
     trainer = fitted(config, Plain())
     assert isinstance(trainer.lr_scheduler_configs[0].scheduler, OneCycle)
-    assert trainer.optimizers[0].param_groups[0]["momentum"] == pytest.approx(0.9, abs=1e-3)
+    found = trainer.optimizers[0].param_groups[0][name]
+    assert (found if name == "betas" else (found,)) == pytest.approx(values, abs=1e-3)
 
 
 def test_the_module_is_left_as_it_was() -> None:
