@@ -34,7 +34,12 @@ def convert_config(
             and clipping and timeout as in Lightning's strategy for DeepSpeed.
         strict: Refuse keys that are not known, or would change the training and do not exist here.
         ranks: Number of processes that have a copy of the model, for an accumulation that follows from batch sizes.
+
+    Raises:
+        ValueError: ``ranks`` is below 1, or the configuration has a key that is not allowed.
     """
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"`--ranks={ranks}` must be a number of processes, 1 or more.")
     print(yaml_of(plan_of(source, deepspeed_version=deepspeed_version, strict=strict), ranks=ranks), end="")
 
 

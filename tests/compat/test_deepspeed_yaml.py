@@ -72,6 +72,9 @@ def test_the_yaml_says_what_the_configuration_says() -> None:
 def test_a_run_from_the_yaml_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ds_config.json").write_text(json.dumps(CONFIG))
+    for ranks in (0, -8):
+        assert main(["convert-config", "ds_config.json", f"--ranks={ranks}"]) == 1
+        assert f"`--ranks={ranks}` must be a number of processes, 1 or more." in capsys.readouterr().err
     assert main(["convert-config", "ds_config.json", "--ranks=4"]) == 0
     Path("run.yaml").write_text(capsys.readouterr().out)
     quiet = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=3"]

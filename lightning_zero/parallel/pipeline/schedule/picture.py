@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,11 @@ def pipeline(
         backward: Time of a stage's backward.
         weight: The part of it for gradients of weights, where the schedule computes them apart; by default one half.
         plot: Picture to write (``.png``); without it the schedule is printed.
+
+    Raises:
+        ValueError: A time is not above 0, or an option does not fit the others.
     """
+    _check_times(forward, backward, weight)
     options = Pipeline(stages=stages, microbatches=microbatches, schedule=schedule, chunks=chunks)
     orders = compute_order(options.schedule, stages, options.num_chunks, microbatches)
     scale = stages / options.num_chunks  # a chunk is a part of a stage
@@ -55,6 +60,16 @@ def pipeline(
         print("\n".join(_words(spans, stages)))
     print(f"bubble: {bubble_share(spans):.1%} of the time; (p - 1) / (m + p - 1) is"
           f" {(stages - 1) / (microbatches + stages - 1):.1%}")  # fmt: skip
+
+
+def _check_times(forward: float, backward: float, weight: float | None) -> None:
+    for name, seconds in (("forward", forward), ("backward", backward)):
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"`--{name}={seconds:g}` must be a time above 0.")
+    if weight is not None and not 0 < weight < backward:
+        raise ValueError(
+            f"`--weight={weight:g}` must be above 0 and below `--backward={backward:g}`, of which it is a part."
+        )
 
 
 def _words(spans: list[Span], stages: int) -> list[str]:

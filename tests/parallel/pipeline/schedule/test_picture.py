@@ -38,6 +38,23 @@ def test_blocks_are_as_wide_as_they_take_long_and_the_bubble_is_grey() -> None:
     assert grey == pytest.approx(1 / 3, abs=0.03)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--schedule=zb_h1", "--weight=3"], "`--weight=3` must be above 0 and below `--backward=2`"),
+        (["--schedule=zb_h1", "--weight=0"], "`--weight=0` must be above 0"),
+        (["--backward=-1"], "`--backward=-1` must be a time above 0."),
+        (["--forward=0", "--backward=0"], "`--forward=0` must be a time above 0."),
+        (["--forward=.inf"], "`--forward=inf` must be a time above 0."),
+    ],
+)
+def test_times_that_cannot_be_end_the_command(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pipeline", *given]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_options_that_do_not_fit_end_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pipeline", "--stages=4", "--microbatches=2"]) == 1
     assert "leaves stages of `schedule='1f1b'` without work" in capsys.readouterr().err
