@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.parallel.tensor.command import built, entry_of, first_batch, named, read_yaml
+from lightning_zero.parallel.tensor.command import built, data_of, entry_of, first_batch, named, read_yaml, section_of
 
 __all__ = ["RunConfig"]
 
@@ -62,12 +62,13 @@ class RunConfig:
         content = {} if run is None else read_yaml(run)
         if not isinstance(content, dict):
             raise ValueError(f"`{run}` is no configuration of a run: it has no `model`.")
-        trainer = content.get("trainer") or {}
+        trainer = section_of(content, "trainer")
+        data = data_of(run, content)
         entry = {"class_path": module} if module is not None else entry_of(run, content, "model")
         return cls(
             make=_maker(entry),
             strategy=_strategy(trainer),
-            batch=first_batch(built(content["data"])) if "data" in content else None,
+            batch=None if data is None else first_batch(data),
             optimizer=_optimizer(content.get("optimizer")),
             precision=str(trainer.get("precision") or "32-true"),
             accelerator="cpu" if trainer.get("accelerator") == "cpu" else "gpu",

@@ -110,6 +110,49 @@ def test_strategies_that_are_not_forecast_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", ["data: null", "optimizer: null"])
+def test_sections_that_are_null_are_none(more: str, tmp_path: Path) -> None:
+    assert main(["estimate", _config(tmp_path, "null", more=more), "--only=true"]) == 0
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: null\nmodel: {{class_path: {HERE}.Described, init_args: null}}\n{more}")
+    assert main(["estimate", f"--config={path}", "--only=true"]) == 0
+
+
+class Picky(Program):
+    def __init__(self, width: int = 0) -> None:
+        super().__init__()
+        {}["width"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"model: {{class_path: {HERE}.Described}}\ndata: {{batch_size: 4}}", "has no `class_path`. Add that of the"),
+        (
+            f"model: {{class_path: {HERE}.Described}}\ndata: {{class_path: {HERE}.plain}}",
+            "is a `Linear`. Name a `Light",
+        ),
+        ("model: {class_path: 1\nseed: [", "run.yaml` is no YAML: line 2, column 5: "),
+        ("model: \xff", "run.yaml` is no YAML: "),
+        (
+            f"model: {{class_path: {HERE}.Picky, init_args: {{width: 3}}}}",
+            f"`{HERE}.Picky` cannot be made: KeyError: 'width'. Its `init_args` are `width`.",
+        ),
+    ],
+    ids=["no-class", "no-data", "no-yaml", "no-text", "constructor"],
+)
+@pytest.mark.parametrize("command", ["estimate", "tensor-plan"])
+def test_a_wrong_configuration_is_an_error_of_one_line(
+    command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="latin-1")
+    assert main([command, f"--config={path}"]) == 1
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown.splitlines()) == 1
+
+
 def test_help_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["estimate", "--help"])

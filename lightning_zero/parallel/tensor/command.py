@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from jsonargparse import get_loader
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from lightning_zero.parallel.tensor.plan import TensorParallel
 from lightning_zero.parallel.tensor.planning import plan_model
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["built", "entry_of", "first_batch", "named", "read_yaml", "tensor_plan"]
+__all__ = ["built", "data_of", "entry_of", "first_batch", "named", "read_yaml", "section_of", "tensor_plan"]
 
 
 def tensor_plan(
@@ -44,13 +45,13 @@ def tensor_plan(
     content = {} if run is None else read_yaml(run)
     options = _options(content, size, plan)
     model = _model(run, module, content)
-    print("\n".join(plan_model(model, options, _call(model, content)).lines()))
+    print("\n".join(plan_model(model, options, _call(model, run, content)).lines()))
 
 
 def _options(content: Any, size: int | None, plan: Literal["auto", "model"] | None) -> TensorParallel:
     """Return the options of the configuration with those of the command line."""
-    strategy = content.get("trainer", {}).get("strategy", {}) if isinstance(content, dict) else {}
-    given = strategy.get("init_args", {}).get("tensor_parallel") if isinstance(strategy, dict) else None
+    strategy = section_of(content, "trainer").get("strategy")
+    given = section_of(section_of({"strategy": strategy}, "strategy"), "init_args").get("tensor_parallel")
     options = TensorParallel.of(given) or TensorParallel()
     changes: dict[str, Any] = {"size": size, "plan": plan}
     return replace(options, **{name: value for name, value in changes.items() if value is not None})
@@ -73,8 +74,23 @@ def _model(config: Path | None, module: str | None, content: Any) -> nn.Module:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a configuration as ``LightningCLI`` reads it: ``1e-4`` is a number."""
-    return get_loader("yaml")(path.read_text())
+    """Return the content of a configuration as ``LightningCLI`` reads it: ``1e-4`` is a number.
+
+    Raises:
+        ValueError: The file is no YAML.
+    """
+    try:
+        return get_loader("yaml")(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(f"`{path}` is no YAML: {place}{getattr(error, 'problem', None) or error}.") from error
+
+
+def section_of(content: Any, key: str) -> Mapping[str, Any]:
+    """Return a section of a configuration; an empty one if it is missing, null, or one word."""
+    section = content.get(key) if isinstance(content, Mapping) else None
+    return section if isinstance(section, Mapping) else {}
 
 
 def entry_of(config: Path | None, content: Any, key: str) -> dict[str, Any]:
@@ -92,11 +108,42 @@ def entry_of(config: Path | None, content: Any, key: str) -> dict[str, Any]:
     return entry
 
 
+def data_of(config: Path | None, content: Any) -> Any:
+    """Build the data module of a configuration; None if it has none.
+
+    Raises:
+        ValueError: It has a section ``data`` that does not say which class it is.
+    """
+    entry = content.get("data") if isinstance(content, dict) else None
+    if entry is None:
+        return None
+    if not isinstance(entry, dict) or "class_path" not in entry:
+        raise ValueError(
+            f"`data` of `{config}` has no `class_path`. Add that of the data module, or take `data` out: without it the"
+            " model's `example_input_array` is used."
+        )
+    data = built(entry)
+    if not callable(getattr(data, "train_dataloader", None)):
+        raise ValueError(f"`data` of `{config}` is a `{type(data).__name__}`. Name a `LightningDataModule`.")
+    return data
+
+
 def built(value: Any) -> Any:
-    """Build the object of a ``class_path`` and its ``init_args``, which may have others inside."""
+    """Build the object of a ``class_path`` and its ``init_args``, which may have others inside.
+
+    Raises:
+        ValueError: A class cannot be imported, or its constructor fails.
+    """
     if isinstance(value, dict) and "class_path" in value:
         arguments = {name: built(one) for name, one in (value.get("init_args") or {}).items()}
-        return named(value["class_path"])(**arguments)
+        make = named(value["class_path"])
+        try:
+            return make(**arguments)
+        except (ImportError, AttributeError, LookupError, AssertionError) as error:
+            raise ValueError(
+                f"`{value['class_path']}` cannot be made: {type(error).__name__}: {error}. Its `init_args` are"
+                f" {', '.join(f'`{name}`' for name in arguments) or 'none'}."
+            ) from error
     if isinstance(value, dict):
         return {key: built(one) for key, one in value.items()}
     return [built(one) for one in value] if isinstance(value, list) else value
@@ -131,10 +178,11 @@ def _without_values() -> Iterator[None]:
 # -- A call of the model -----------------------------------------------------------------------------------------------
 
 
-def _call(model: nn.Module, content: Any) -> Call:
+def _call(model: nn.Module, config: Path | None, content: Any) -> Call:
     """Return a function that runs the model, or a copy of it."""
-    if isinstance(content, dict) and "data" in content:
-        batch = _first_batch(built(entry_of(None, content, "data")))
+    data = data_of(config, content)
+    if data is not None:
+        batch = _first_batch(data)
         return lambda one: one.training_step(batch, 0)  # type: ignore[operator]
     example = getattr(model, "example_input_array", None)
     if example is not None:

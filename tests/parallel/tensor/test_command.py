@@ -120,6 +120,14 @@ def test_errors_end_with_status_1(
     assert message in capsys.readouterr().err
 
 
+def test_sections_that_are_null_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for trainer in ("null", "{strategy: {class_path: lightning_zero.ZeroStrategy, init_args: null}}"):
+        path = tmp_path / "run.yaml"
+        path.write_text(f"trainer: {trainer}\nmodel: {{class_path: {HERE}.Wrapped}}\ndata: null")
+        assert main(["tensor-plan", f"--config={path}", "--size=2"]) == 0
+        assert "over 2 ranks: 99.0%" in capsys.readouterr().out
+
+
 def test_a_model_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tensor-plan"]) == 1
     assert "give `--config=run.yaml` or `--module=package.module:name`" in capsys.readouterr().err
