@@ -46,6 +46,8 @@ _DTYPES = {
     "16-mixed": torch.float16,
     "16-true": torch.float16,
 }
+# Of Lightning's table: an L40 is taken for an L4, an H100 NVL for a pair, and others have no rate of tensor cores.
+_WRONG_PEAKS = ("l40", "h100 nvl", "geforce", "titan rtx", "a40", "a6000")
 
 
 class FlopCount(FlopTotal):
@@ -348,7 +350,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     name = torch.get_device_module(device).get_device_name(device)
     dtype = _DTYPES.get(precision)
     found = None
-    if dtype is not None and "l40" not in name.lower():  # taken for an L4
+    if dtype is not None and not any(one in name.lower() for one in _WRONG_PEAKS):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = get_available_flops(device, dtype)

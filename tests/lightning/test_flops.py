@@ -181,6 +181,16 @@ def test_a_cpu_has_no_known_peak() -> None:
     assert peak_flops(torch.device("cpu"), "bf16-mixed") is None
 
 
+@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 3090", "NVIDIA RTX A6000"])
+def test_peaks_that_the_table_has_wrong_are_not_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (torch.cuda, torch.get_device_module("cuda")):
+        monkeypatch.setattr(room, "get_device_name", lambda device=None: name)
+    with pytest.warns(UserWarning, match=rf"the peak of `{name}` .* is not known. Give it"):
+        assert peak_flops(torch.device("cuda"), "bf16-mixed") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
+    assert peak_flops(torch.device("cuda"), "bf16-mixed") == 989.4e12
+
+
 def _staged(rank: int, world: int, step: int) -> tuple[int, int]:
     profile = FlopsProfile(step=step)
     strategy = ZeroStrategy(stage=1, pipeline=Pipeline(stages=2, microbatches=2))
