@@ -48,15 +48,7 @@ def step_rates(ranks: int | None = None) -> dict[str, float]:
         RuntimeError: See ``collectives``.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    width = 8192 if device.type == "cuda" else 1024
-    left, right = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
-    product = torch.empty_like(left)
     values, copy = (torch.ones(_COPIED_NUMEL, device=device) for _ in range(2))
-
-    def multiply() -> None:
-        torch.mm(left, right, out=product)
-        _finish(device)
 
     def move() -> None:
         copy.copy_(values)
@@ -66,12 +58,27 @@ def step_rates(ranks: int | None = None) -> dict[str, float]:
     measured = measure_rates(device)
     count, backend = _count_and_backend(ranks)
     seconds = max(_seconds_of_collectives(count, backend).values())
+    in_fp32 = _tflops(device, torch.float32)
     return {
-        "tflops": 2 * width**3 / fastest_s(multiply, _alone) / 1e12,
+        "tflops": _tflops(device, torch.bfloat16) if device.type == "cuda" else in_fp32,
+        "tflops_fp32": in_fp32,
         "memory": moved,
         "link": (count - 1) * _SHARD_NUMEL * 4 / seconds / _GB,
         "host": min(measured.up, measured.down) / _GB if device.type == "cuda" else moved,
     }
+
+
+def _tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return 10**12 operations per second of a matrix product."""
+    width = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    product = torch.empty_like(left)
+
+    def multiply() -> None:
+        torch.mm(left, right, out=product)
+        _finish(device)
+
+    return 2 * width**3 / fastest_s(multiply, _alone) / 1e12
 
 
 def disk(path: Path) -> dict[str, str]:

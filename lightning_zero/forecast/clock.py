@@ -38,7 +38,8 @@ class MachineRates:
     """Rates of a machine, by which a simulated step is timed. The defaults are those of a node of H100.
 
     Attributes:
-        tflops: 10**12 floating-point operations per second that matrix products reach.
+        tflops: 10**12 floating-point operations per second that matrix products in 16 bits reach.
+        tflops_fp32: Those that products in fp32 reach, without TF32 unless it is said.
         memory: GB per second that operations read and write on the device.
         link: GB per second that a rank sends to ranks of its node.
         network: GB per second that a rank sends to other nodes.
@@ -48,6 +49,7 @@ class MachineRates:
     """
 
     tflops: float = 500.0
+    tflops_fp32: float = 50.0
     memory: float = 2500.0
     link: float = 300.0
     network: float = 40.0
@@ -68,10 +70,10 @@ class MachineRates:
         is_inside = len({rank // ranks_per_node for rank in call.ranks}) == 1
         return self.latency_us / 1e6 + call.sent_bytes / 1e9 / (self.link if is_inside else self.network)
 
-    def seconds_of_operation(self, flops: int, nbytes: int, *, on_host: bool) -> float:
-        """Return the time of an operation that reads and writes ``nbytes``."""
+    def seconds_of_operation(self, flops: int, nbytes: int, *, on_host: bool, in_fp32: bool = False) -> float:
+        """Return the time of an operation that reads and writes ``nbytes``; ``in_fp32``: its arguments are in fp32."""
         moving = nbytes / 1e9 / (self.host if on_host else self.memory)
-        return max(flops / 1e12 / self.tflops, moving, self.launch_us / 1e6)
+        return max(flops / 1e12 / (self.tflops_fp32 if in_fp32 else self.tflops), moving, self.launch_us / 1e6)
 
 
 @dataclass
@@ -131,7 +133,8 @@ class Clock:
         flops = flops_of(func, args, kwargs, result)
         nbytes = _bytes_moved(func, args, kwargs, result)
         self.flops += flops
-        self._spend(self._rates.seconds_of_operation(flops, nbytes, on_host=on_host))
+        in_fp32 = bool(flops) and _are_fp32((args, kwargs))
+        self._spend(self._rates.seconds_of_operation(flops, nbytes, on_host=on_host, in_fp32=in_fp32))
 
     def move(self, nbytes: int, *, on_host: bool) -> None:
         """Read and write a number of bytes in a part of an operation."""
@@ -166,6 +169,13 @@ def _bytes_moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
     if func.overloadpacket.__name__ in _LOOKUPS:
         return 2 * made
     return made + sum(map(_nbytes, tree_leaves((args, kwargs))))
+
+
+def _are_fp32(arguments: Any) -> bool:
+    """Say whether the first tensor of numbers among arguments is in fp32."""
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    first = next(tensors, None)
+    return first is not None and first.itemsize >= 4
 
 
 def _nbytes(leaf: Any) -> int:

@@ -84,8 +84,13 @@ class Simulation:
 
     @property
     def utilisation(self) -> float:
-        """The share of ``rates.tflops`` that the step uses."""
-        return self.flops / 1e12 / self.rates.tflops / self.seconds if self.seconds else 0.0
+        """The share of ``tflops`` that the step uses."""
+        return self.flops / 1e12 / self.tflops / self.seconds if self.seconds else 0.0
+
+    @property
+    def tflops(self) -> float:
+        """The rate of products in the precision: ``rates.tflops``, or ``rates.tflops_fp32``."""
+        return self.rates.tflops_fp32 if self.precision == "32-true" else self.rates.tflops
 
 
 def simulation_text(simulation: Simulation, *, lists_calls: bool = True) -> str:
@@ -99,7 +104,7 @@ def simulation_text(simulation: Simulation, *, lists_calls: bool = True) -> str:
         f"modelled step {one.seconds * 1e3:.3f} ms: "
         + ", ".join(f"{name or 'between'} {seconds * 1e3:.3f}" for name, seconds in one.phases.items())
         + f", exposed communication {one.exposed_s * 1e3:.3f}",
-        f"{one.flops / 1e12:.4f} TFLOP, {one.utilisation:.1%} of {one.rates.tflops:g} TFLOP/s",
+        f"{one.flops / 1e12:.4f} TFLOP, {one.utilisation:.1%} of {one.tflops:g} TFLOP/s",
         f"{len(one.calls)} calls; MiB sent: "
         + (", ".join(f"{kind} {nbytes / _MIB:.3f}" for kind, nbytes in one.sent_bytes.items()) or "none"),
     ]

@@ -25,6 +25,7 @@ def simulate(
     precision: str | None = None,
     measure: bool = False,
     tflops: float | None = None,
+    tflops_fp32: float | None = None,
     memory: float | None = None,
     link: float | None = None,
     network: float | None = None,
@@ -48,7 +49,8 @@ def simulate(
         ranks_per_node: Ranks of a node; by default 8 where they divide the world, or all.
         precision: Overrides that of the configuration: ``32-true``, ``bf16-mixed`` or ``bf16-true``.
         measure: Measure rates of this machine first, in some seconds; rates that are given win.
-        tflops: 10**12 operations per second of matrix products.
+        tflops: 10**12 operations per second of matrix products in 16 bits.
+        tflops_fp32: Those of products in fp32, as with ``32-true``.
         memory: GB per second of the device's memory.
         link: GB per second that a rank sends within its node.
         network: GB per second that a rank sends to other nodes.
@@ -61,6 +63,7 @@ def simulate(
     """
     given = {
         "tflops": tflops,
+        "tflops_fp32": tflops_fp32,
         "memory": memory,
         "link": link,
         "network": network,

@@ -31,7 +31,7 @@ def test_collectives_are_measured_between_processes() -> None:
 def test_rates_of_a_step_are_those_that_a_simulation_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_COPIED_NUMEL", 2**16)
     found = rates.step_rates(2)
-    assert found.keys() == {"tflops", "memory", "link", "host"}
+    assert found.keys() == {"tflops", "tflops_fp32", "memory", "link", "host"}
     assert MachineRates(**found).launch_us == MachineRates().launch_us  # refuses rates that are no numbers above 0
 
 

@@ -8,7 +8,9 @@ import torch
 from lightning_zero.comm.traffic import CollectiveCall
 from lightning_zero.forecast.clock import Clock, MachineRates
 
-RATES = MachineRates(tflops=1.0, memory=1.0, link=2.0, network=1.0, host=0.5, latency_us=0.0, launch_us=0.0)
+RATES = MachineRates(
+    tflops=1.0, tflops_fp32=0.1, memory=1.0, link=2.0, network=1.0, host=0.5, latency_us=0.0, launch_us=0.0
+)
 _aten = torch.ops.aten
 
 
@@ -35,10 +37,13 @@ def test_an_operation_takes_its_arithmetic_or_its_bytes() -> None:
     left = torch.empty(1000, 1000)
     clock.compute(_aten.mm.default, (left, left), {}, left, on_host=False)
     assert clock.flops == 2 * 10**9
-    assert clock.now_s == pytest.approx(0.75 + max(2e9 / 1e12, 12e6 / 1e9))
+    assert clock.now_s == pytest.approx(0.75 + max(2e9 / 0.1e12, 12e6 / 1e9))
+    half = left.bfloat16()
+    clock.compute(_aten.mm.default, (half, half), {}, half, on_host=False)
+    assert clock.now_s == pytest.approx(0.75 + 0.02 + max(2e9 / 1e12, 6e6 / 1e9))
     clock.compute(_aten.view.default, (left, [10**6]), {}, left.view(-1), on_host=False)
-    assert clock.now_s == pytest.approx(0.762)
-    assert clock.phases_s == {"forward": pytest.approx(0.762)}
+    assert clock.now_s == pytest.approx(0.776)
+    assert clock.phases_s == {"forward": pytest.approx(0.776)}
 
 
 def test_parts_of_an_operation_take_their_bytes_alone() -> None:
@@ -80,7 +85,7 @@ def test_waits_find_the_first_call_of_a_name() -> None:
     assert (clock.now_s, clock.calls, clock.phases_s) == (0.0, [], {})
 
 
-@pytest.mark.parametrize("name", ["tflops", "memory", "link", "network", "host"])
+@pytest.mark.parametrize("name", ["tflops", "tflops_fp32", "memory", "link", "network", "host"])
 @pytest.mark.parametrize("value", [0, -1.0, "fast", True, float("nan"), float("inf")])
 def test_rates_are_numbers_above_zero(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"`{name}={value!r}` must be a number above 0"):

@@ -26,7 +26,7 @@ def _simulation(**options: Any) -> Simulation:
         "world_size": 24,
         "ranks_per_node": 8,
         "precision": "32-true",
-        "rates": MachineRates(tflops=2.0),
+        "rates": MachineRates(tflops=20.0, tflops_fp32=2.0),
         "calls": [
             SimulatedCall(GATHER, "forward", 0.0, 0.0, 0.5, 0.25),
             SimulatedCall(NORM, "step", 1.0, 1.0, 1.5, 0.5),
@@ -88,7 +88,7 @@ def test_json_has_bytes_and_seconds() -> None:
     }
     assert found["memory"][1] == {"at_s": 0.5, "nbytes": 30, "phase": "backward"}
     assert found["sent_bytes"] == {"all_gather": 2**20, "control": 4}
-    assert found["rates"]["tflops"] == 2.0
+    assert (found["rates"]["tflops"], found["rates"]["tflops_fp32"]) == (20.0, 2.0)
 
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
