@@ -728,8 +728,8 @@ class _Reader:
 
     def _made(self, section: str) -> MadeOf | None:
         params = self._params_of(section)
-        if not self._said(f"{section}.type"):
-            if params:
+        if self._values.get(f"{section}.type") is None:
+            if params and not self._said(f"{section}.type"):
                 raise ValueError(f"`{section}.params` needs `{section}.type`, the name of a class.")
             return None
         kind = self._values[f"{section}.type"]
@@ -786,7 +786,10 @@ def _is_on(value: Any) -> bool:
 
 
 def _switches(value: Any) -> Iterator[bool]:
-    """Yield the values of ``enabled`` in an object, also in objects inside of it."""
+    """Yield the values of ``enabled`` in an object, also in objects inside of it.
+
+    DeepSpeed reads those inside whatever the outer one says, for example ``data_efficiency.data_routing.random_ltd``.
+    """
     for key, item in value.items():
         if key in ("enabled", "deepcompile"):
             yield item is True

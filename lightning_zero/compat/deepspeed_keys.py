@@ -280,6 +280,7 @@ UNUSED: dict[str, str] = {
     "fp16": "fp16 is off",
     "bf16": "bf16 is off",
     "torch_autocast": "it is off",
+    **dict.fromkeys(("optimizer", "optimizer.params", "scheduler", "scheduler.params"), "no class is named"),
 }
 """By section: why a key that is read has no effect."""
 

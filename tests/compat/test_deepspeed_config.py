@@ -302,6 +302,21 @@ def test_defaults_of_a_schedule_are_deepspeeds(
     assert row(told, f"scheduler.params.{name}").becomes.startswith(becomes)
 
 
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_section_whose_type_is_null_makes_nothing(section: str) -> None:
+    plan = plan_of({section: {"type": None, "params": {"lr": 1}}})
+    assert (plan.optimizer, plan.schedule) == (None, None)
+    for key in ("type", "params.lr"):
+        found = row(plan, f"{section}.{key}")
+        assert (found.status, found.becomes) == ("ignored", "no class is named")
+
+
+def test_a_switch_inside_of_a_section_that_is_off_is_on_as_in_deepspeed() -> None:
+    inside = {"enabled": False, "data_routing": {"enabled": False, "random_ltd": {"enabled": True}}}
+    with pytest.raises(ValueError, match=r"^`data_efficiency=.*` would change the training"):
+        plan_of({"data_efficiency": inside})
+
+
 def test_without_a_version_clipping_and_timeout_are_those_of_lightnings_strategy() -> None:
     plan = plan_of(zero(stage=1))
     assert (plan.clipping, plan.clipping_is_default) == (None, True)
