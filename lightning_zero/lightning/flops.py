@@ -48,6 +48,11 @@ _DTYPES = {
 }
 # Of Lightning's table: an L40 is taken for an L4, an H100 NVL for a pair, and others have no rate of tensor cores.
 _WRONG_PEAKS = ("l40", "h100 nvl", "geforce", "titan rtx", "a40", "a6000")
+# The table knows an H200 by names alone that devices do not have, and with sparsity; NVIDIA's data sheet, halved.
+_H200_PEAKS = {
+    "nvl": {torch.float64: 30e12, torch.float32: 60e12, torch.bfloat16: 835.5e12, torch.float16: 835.5e12},
+    "": {torch.float64: 34e12, torch.float32: 67e12, torch.bfloat16: 989.5e12, torch.float16: 989.5e12},
+}
 
 
 class FlopCount(FlopTotal):
@@ -349,8 +354,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         return None
     name = torch.get_device_module(device).get_device_name(device)
     dtype = _DTYPES.get(precision)
-    found = None
-    if dtype is not None and not any(one in name.lower() for one in _WRONG_PEAKS):
+    found: float | None = None
+    if dtype is not None and "h200" in name.lower():
+        found = _H200_PEAKS["nvl" if "nvl" in name.lower() else ""][dtype]
+    elif dtype is not None and not any(one in name.lower() for one in _WRONG_PEAKS):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = get_available_flops(device, dtype)

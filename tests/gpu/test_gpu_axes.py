@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from lightning_zero import FlopsProfile, ZeroMonitor
 from lightning_zero.config import ActivationCheckpointing, Offload, Pipeline
+from lightning_zero.lightning.flops import peak_flops
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.moe import MoE
 from tests import worlds
@@ -335,7 +335,7 @@ def test_a_monitor_knows_what_a_gpu_reaches(tmp_path: Path) -> None:
     assert rows
     for row in rows:
         peak = float(row["throughput/model_TFLOP_per_s"]) / float(row["throughput/mfu"])
-        assert peak == pytest.approx(get_available_flops(torch.device("cuda"), torch.bfloat16) / 1e12, rel=1e-4)
+        assert peak == pytest.approx(peak_flops(torch.device("cuda"), "bf16-mixed") / 1e12, rel=1e-4)
 
 
 def _written_in_place(rank: int, world: int, name: str) -> bool:

@@ -191,6 +191,13 @@ def test_peaks_that_the_table_has_wrong_are_not_known(name: str, monkeypatch: py
     assert peak_flops(torch.device("cuda"), "bf16-mixed") == 989.4e12
 
 
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H200", 989.5e12), ("NVIDIA H200 NVL", 835.5e12)])
+def test_the_peak_of_an_h200_is_that_without_sparsity(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    assert peak_flops(torch.device("cuda"), "bf16-mixed") == peak
+    assert peak_flops(torch.device("cuda"), "32-true") == (67e12 if name == "NVIDIA H200" else 60e12)
+
+
 def _staged(rank: int, world: int, step: int) -> tuple[int, int]:
     profile = FlopsProfile(step=step)
     strategy = ZeroStrategy(stage=1, pipeline=Pipeline(stages=2, microbatches=2))
