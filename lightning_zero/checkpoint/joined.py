@@ -15,7 +15,7 @@ from lightning_zero.boxes import Box, covers
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.stored import StoredTensor
 
-__all__ = ["Copies", "JoinedTensors", "Layout", "Piece", "are_copies", "row_major", "same"]
+__all__ = ["Copies", "JoinedTensors", "Layout", "Piece", "are_copies", "flat_range", "row_major", "same"]
 
 Copies = Literal["equal", "first"]
 SAMPLE = 4096  # elements that are compared before all are read
@@ -234,11 +234,11 @@ def _box_of(part: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Tensor:
     strides = row_major(shape)
     start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     stop = start + 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-    flat = _flat(part, start, stop)
+    flat = flat_range(part, start, stop)
     return torch.as_strided(flat, box.sizes, strides, flat.storage_offset())
 
 
-def _flat(part: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def flat_range(part: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return a range of a flattened tensor."""
     if not isinstance(part, StoredTensor):
         return part.detach().reshape(-1)[start:stop].contiguous()
@@ -253,7 +253,7 @@ def are_copies(parts: Sequence[torch.Tensor]) -> bool:
         return False
     numel = parts[0].numel()
     for stop in (min(numel, SAMPLE), numel):  # most differ in their first elements
-        first, *others = (_flat(part, 0, stop) for part in parts)
+        first, *others = (flat_range(part, 0, stop) for part in parts)
         if not all(_same_bits(first, other) for other in others):
             return False
     return not torch.equal(first, first[:1].expand_as(first))

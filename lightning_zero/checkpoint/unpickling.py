@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_zero.checkpoint.checksums import EARLIER
 
-__all__ = ["load_deepspeed", "read_index"]
+__all__ = ["load_deepspeed", "read_index", "require_first_name"]
 
 
 class _RefusedName(pickle.UnpicklingError):
@@ -170,3 +170,25 @@ def load_deepspeed(path: Path) -> Any:
         f"`{path}` names `{'`, `'.join(unknown)}`, which could run code when it is read. Load it where you trust it,"
         " take these entries out, and save it again."
     )
+
+
+def require_first_name(path: Path) -> None:
+    """Refuse a file of a rank that has another name than it was written with.
+
+    Raises:
+        ValueError: It has.
+    """
+    written = _written_as(path)
+    if "mp_rank_" in written and written != path.stem:
+        raise ValueError(
+            f"`{path}` was written as `{written}{path.suffix}`: it is the file of another rank. Give every file its"
+            " first name."
+        )
+
+
+def _written_as(path: Path) -> str:
+    """Return the name, without its ending, that a file was written with: ``torch.save`` gives it to a folder inside."""
+    if not zipfile.is_zipfile(path):
+        return ""
+    with zipfile.ZipFile(path) as archive:
+        return next(iter(archive.namelist()), "").split("/")[0]

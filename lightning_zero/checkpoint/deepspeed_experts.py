@@ -1,0 +1,348 @@
+"""Experts of DeepSpeed's ``MoE``, of which each has a file, as the stacked parameters of ``lightning_zero.moe.MoE``.
+
+Note [Layout]
+    A layer ``p`` has its router at ``p.deepspeed_moe.gate.wg.weight``, and expert e at
+    ``p.deepspeed_moe.experts.deepspeed_experts.<e>``. ``layer_<l>_expert_<e>_mp_rank_00_model_states.pt`` has the
+    parameters and buffers of an expert, under its number on all ranks together; early releases wrote
+    ``expert_<e>_mp_rank_00_model_states.pt`` with those of all layers. ``num_experts`` of the model file has the number
+    of each layer, and ``module`` all tensors that are not in an expert.
+
+    A group of R = ``ep_size`` ranks has E / R experts per rank, in order, which count from 0 on each of them. So the
+    groups of an optimizer hold other experts on other ranks, under the names of rank 0 in ``param_shapes``. ZeRO cuts
+    them over the W / R ranks that have the same experts: every R-th one of W, or W / R neighbours with
+    ``use_data_before_expert_parallelism``. Without ZeRO ``expp_rank_<r>_mp_rank_00_optim_states.pt`` has the states
+    of such ranks, by number, not by name.
+
+    As ``_save_moe_checkpoint`` and ``load_moe_state_dict`` of ``runtime/engine.py`` and
+    ``_create_expert_and_data_parallel`` of ``utils/groups.py`` have it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.joined import JoinedTensors, Layout, flat_range, same
+from lightning_zero.checkpoint.stored import StoredTensor
+from lightning_zero.checkpoint.unpickling import load_deepspeed, require_first_name
+
+__all__ = [
+    "NOT_ONE_SAVE",
+    "ExpertName",
+    "Layer",
+    "expert_name",
+    "expert_ranks",
+    "is_of_experts",
+    "other_values",
+    "our_name",
+    "possible_orders",
+    "read_layers",
+    "refuse_tensor_ranks",
+    "regroup",
+    "stack",
+]
+
+EXPERT_FILE = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+OPTIMIZER_FILE = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+ROUTER = re.compile(r"(.*\.)?deepspeed_moe\.gate\.wg\.weight")
+IN_EXPERT = re.compile(r"(.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)")
+DATA_FIRST = "use_data_before_expert_parallelism"
+SAMPLE = 4096  # elements that are compared
+NOT_ONE_SAVE = "The files are not of one save."
+MARKS = frozenset({"params", "name", "moe"})  # of a group; DeepSpeed's split of a group changes them
+
+
+# -- Names -------------------------------------------------------------------------------------------------------------
+
+
+class ExpertName(NamedTuple):
+    """The name of a tensor in an expert.
+
+    Attributes:
+        layer: Name of the ``MoE``, with a dot at its end; empty if it is the whole model.
+        number: Of the expert.
+        name: In the expert's module.
+    """
+
+    layer: str
+    number: int
+    name: str
+
+    @property
+    def stacked(self) -> str:
+        """The name of the parameter here that has all experts' tensors of this name."""
+        return f"{self.layer}experts.{self.name}"
+
+
+def expert_name(name: str) -> ExpertName | None:
+    """Return the parts of DeepSpeed's name for a tensor in an expert; None for other names."""
+    found = IN_EXPERT.fullmatch(name.removeprefix("."))  # the name of a model that is itself the layer is empty
+    return None if found is None else ExpertName(found[1] or "", int(found[2]), found[3])
+
+
+def our_name(name: str) -> str:
+    """Return the name here of a tensor outside of experts: another one for routers alone."""
+    found = ROUTER.fullmatch(name)
+    return name if found is None else f"{found[1] or ''}router.weight"
+
+
+def is_of_experts(path: Path) -> bool:
+    """Say whether a file has the parameters of an expert, or the optimizer states of ranks with the same experts."""
+    return any(pattern.fullmatch(path.name) for pattern in (EXPERT_FILE, OPTIMIZER_FILE))
+
+
+# -- Files -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The experts of a layer.
+
+    Attributes:
+        name: As in ``ExpertName``.
+        files: Of every expert.
+        tensors: Of every expert, by name in the expert's module.
+    """
+
+    name: str
+    files: Sequence[Path]
+    tensors: Mapping[str, Sequence[Tensor]]
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts on all ranks together."""
+        return len(self.files)
+
+    @property
+    def shown(self) -> str:
+        """The name in errors."""
+        return _shown(self.name)
+
+
+def _shown(layer: str) -> str:
+    return layer.rstrip(".") or "the model"
+
+
+def read_layers(folder: Path, model: Mapping[str, Any]) -> dict[str, Layer]:
+    """Read the files of experts, mapped into memory.
+
+    Args:
+        folder: The files of a tag.
+        model: Content of the model file.
+
+    Returns:
+        Layers by their name; none if the model has none.
+
+    Raises:
+        ValueError: A file is missing, of another save, of another program or damaged.
+        pickle.UnpicklingError: A file names something that could run code.
+    """
+    paths = sorted(path for path in folder.glob("*expert_*_model_states.pt") if EXPERT_FILE.fullmatch(path.name))
+    found: dict[str, dict[int, tuple[Path, Mapping[str, Tensor]]]] = {}
+    for path in paths:
+        for layer, number, tensors in _read_expert(path):
+            others = found.setdefault(layer, {})
+            if number in others:
+                raise ValueError(
+                    f"`{others[number][0]}` and `{path}` both have expert {number} of `{_shown(layer)}`. One of"
+                    " them was left from another save: remove it."
+                )
+            others[number] = path, tensors
+    sizes = _sizes_of_layers(folder, model, found)
+    return {layer: _layer(folder, layer, sizes[layer], held) for layer, held in found.items()}
+
+
+def refuse_tensor_ranks(folder: Path, path: Path) -> NoReturn:
+    """Refuse experts beside several tensor ranks.
+
+    Args:
+        folder: The checkpoint.
+        path: A file of another tensor rank than the first.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        f"`{path}` is of another tensor rank, and `{folder}` has files of experts: experts beside tensor ranks cannot"
+        " be converted, because DeepSpeed does not write down how they are cut. Save whole weights in the program that"
+        " trains them, with `torch.save(state_dict, path)`, and load them with `lightning_zero.load_pretrained`. If"
+        " there was one tensor rank, the file was left from another save: remove it."
+    )
+
+
+def _read_expert(path: Path) -> list[tuple[str, int, Mapping[str, Tensor]]]:
+    """Return the layers in a file, each with the expert's number and tensors."""
+    require_first_name(path)
+    content = load_deepspeed(path)
+    found: dict[str, dict[str, Tensor]] = {}
+    wanted = int(EXPERT_FILE.fullmatch(path.name)[2])  # type: ignore[index]
+    for key, value in content.items() if isinstance(content, dict) else [(type(content).__name__, content)]:
+        place = expert_name(key)
+        if place is None or not isinstance(value, Tensor):
+            raise ValueError(
+                f"`{path}` has `{key}`, which is no tensor of an expert of `deepspeed.moe.layer.MoE`. Other experts"
+                " (AutoEP), and extra state of modules, cannot be converted."
+            )
+        if place.number != wanted:
+            raise ValueError(
+                f"`{path}` has the parameters of expert {place.number} (`{key}`): it is the file of another expert."
+                " Give every file its first name."
+            )
+        found.setdefault(place.layer, {})[place.name] = value
+    return [(layer, wanted, tensors) for layer, tensors in found.items()]
+
+
+def _sizes_of_layers(folder: Path, model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of experts of every layer, as routers have it."""
+    routers = {
+        match[1] or "": value.shape[0] for name, value in model["module"].items() if (match := ROUTER.fullmatch(name))
+    }
+    for layer in routers.keys() ^ found.keys():
+        shown = _shown(layer)
+        if layer in routers:
+            raise ValueError(f"`{folder}` has a router of `{shown}`, and no file of its experts. {NOT_ONE_SAVE}")
+        path = next(iter(found[layer].values()))[0]
+        raise ValueError(
+            f"`{path}` has an expert of `{shown}`, which has no router in the model file. The file was left from"
+            " another save: remove it."
+        )
+    written = model.get("num_experts")
+    numbers = [written] if isinstance(written, int) else list(written or [])
+    if routers and set(numbers) != set(routers.values()):
+        raise ValueError(
+            f"`{folder}` was written with {numbers} experts per layer, and its routers choose among"
+            f" {list(routers.values())}. {NOT_ONE_SAVE}"
+        )
+    return routers
+
+
+def _layer(folder: Path, layer: str, count: int, held: Mapping[int, tuple[Path, Mapping[str, Tensor]]]) -> Layer:
+    shown = _shown(layer)
+    for number in range(count):
+        if number not in held:
+            path = next(iter(held.values()))[0]
+            absent = re.sub(r"expert_\d+", f"expert_{number}", path.name)
+            raise ValueError(
+                f"`{folder}` lacks `{absent}`, expert {number} of the {count} of `{shown}`. Copy the files of all ranks"
+                " into one folder: on several nodes each may have written its own."
+            )
+    other = next((number for number in held if number >= count), None)
+    if other is not None:
+        raise ValueError(
+            f"`{held[other][0]}` has expert {other}, and `{shown}` has {count} experts. The file was left from another"
+            " save: remove it."
+        )
+    first = _kinds(held[0][1])
+    for path, tensors in held.values():
+        different = dict(first.items() ^ _kinds(tensors).items())
+        if different:
+            raise ValueError(
+                f"`{held[0][0]}` and `{path}` have different tensors: `{next(iter(different))}`. Experts of a layer"
+                f" have one structure. {NOT_ONE_SAVE}"
+            )
+    experts = [held[number] for number in range(count)]
+    return Layer(layer, [path for path, _ in experts], {name: [own[name] for _, own in experts] for name in first})
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (value.shape, value.dtype) for name, value in tensors.items()}
+
+
+# -- Ranks -------------------------------------------------------------------------------------------------------------
+
+
+def expert_ranks(layer: Layer, num_local: int, world_size: int, is_data_first: bool) -> list[list[int]]:
+    """Return, by expert, the data ranks that have it, in the order of their parts.
+
+    Args:
+        layer: The layer.
+        num_local: Number of its experts on a rank.
+        world_size: Number of data ranks.
+        is_data_first: Whether neighbours have the same experts, not those R ranks apart.
+
+    Raises:
+        ValueError: The numbers do not divide.
+    """
+    size = layer.num_experts // num_local
+    if size * num_local != layer.num_experts or world_size % size:
+        raise ValueError(
+            f"`{layer.files[0].parent}`: {num_local} experts per rank, {layer.num_experts} experts of"
+            f" `{layer.shown}` and {world_size} ranks do not divide. {NOT_ONE_SAVE}"
+        )
+    part = world_size // size
+    ranks = list(range(world_size))
+    owners = [ranks[one * part : (one + 1) * part] if is_data_first else ranks[one::size] for one in range(size)]
+    return [owners[number // num_local] for number in range(layer.num_experts)]
+
+
+def possible_orders(config: Any) -> list[bool]:
+    """Return the values that ``is_data_first`` of ``expert_ranks`` may have.
+
+    Args:
+        config: DeepSpeed's configuration as a checkpoint has it: its entries, or the path of a file.
+    """
+    return [bool(config.get(DATA_FIRST, False))] if isinstance(config, Mapping) else [False, True]
+
+
+def other_values(layer: Layer, name: str, masters: Sequence[Tensor]) -> Path | None:
+    """Return the first file whose weight is not the rounded master: one of them is of another save, or of other ranks.
+
+    The first elements are compared.
+
+    Args:
+        layer: The layer.
+        name: In an expert's module.
+        masters: Of every expert, each with a first dimension of 1.
+    """
+    for path, weight, master in zip(layer.files, layer.tensors[name], masters, strict=True):
+        count = min(SAMPLE, weight.numel())
+        if master.shape[1:] != weight.shape:
+            return path
+        if not same(flat_range(weight, 0, count), flat_range(master, 0, count).to(weight.dtype)):
+            return path
+    return None
+
+
+def stack(source: JoinedTensors, key: str, parts: Sequence[Tensor]) -> StoredTensor:
+    """Return the experts' tensors, each with a first dimension of 1, as one; it is read when its values are used."""
+    layout = Layout.cut([len(parts), *parts[0].shape[1:]], 0, [[1] * len(parts)])
+    return source.add(key, layout, parts)
+
+
+# -- Parameter groups --------------------------------------------------------------------------------------------------
+
+
+def regroup(groups: Sequence[Mapping[str, Any]], stacked: Iterable[str]) -> list[dict[str, Any]]:
+    """Undo DeepSpeed's split of parameter groups: experts go back to the one group that has their options.
+
+    If several have, or none, they are a group of their own.
+
+    Args:
+        groups: With names as ``params``.
+        stacked: Names of the experts' parameters.
+    """
+    experts = set(stacked)
+    kept: list[dict[str, Any]] = []
+    split: list[dict[str, Any]] = []
+    for group in (group for group in groups if group["params"]):
+        (split if experts.issuperset(group["params"]) else kept).append({**group, "params": list(group["params"])})
+    own: list[dict[str, Any]] = []
+    for group in split:
+        alike = [one for one in kept if _have_same_options(one, group)]
+        target = alike if len(alike) == 1 else [one for one in own if _have_same_options(one, group)]
+        if target:
+            target[0]["params"] += group["params"]
+        else:
+            own.append({key: value for key, value in group.items() if key not in ("name", "moe")})
+    return [*kept, *own]
+
+
+def _have_same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    mine, theirs = ({key: value for key, value in group.items() if key not in MARKS} for group in (one, other))
+    return same(mine, theirs)
