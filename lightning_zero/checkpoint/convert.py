@@ -32,9 +32,9 @@ def convert(
     Tensors are read and written one by one, and no code in the files is run. For one file of it: ``consolidate``.
 
     Args:
-        checkpoint: A directory of DeepSpeed's ZeRO stage 1, 2 or 3, alone or under Lightning, with AutoTP or without,
-            or a sharded checkpoint of Lightning's strategies for FSDP or of its ``ModelParallelStrategy``, with tensor
-            parallelism or without.
+        checkpoint: A directory of DeepSpeed's ZeRO stage 1, 2 or 3, alone or under Lightning, with AutoTP or without;
+            of its mixtures of experts; or a sharded checkpoint of Lightning's strategies for FSDP or of its
+            ``ModelParallelStrategy``, with tensor parallelism or without.
         out: The directory to write.
         tensor_plan: For checkpoints of AutoTP that do not say how parameters are cut (before DeepSpeed 0.19.8): a YAML
             file, or a dict, with ``rules`` from name patterns to ``column``, ``row``, ``vocab``, ``whole``, ``{packed:

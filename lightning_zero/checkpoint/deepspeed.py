@@ -584,9 +584,7 @@ def _slots(
     for slot, value in held[0].items():
         others = [other.get(slot) for other in held[1:]]
         if isinstance(value, torch.Tensor) and value.ndim > 0 and all(isinstance(other, Tensor) for other in others):
-            slots[slot] = source.whole(
-                f"{name}.{slot}", one, lambda rank, group, slot=slot: ranks[rank][group][slot].reshape(-1)
-            )
+            slots[slot] = source.whole(f"{name}.{slot}", one, _vectors(ranks, slot))
         elif all(same(other, value) for other in others):
             slots[slot] = _as_step(value) if slot == "step" else value
         else:
@@ -595,6 +593,16 @@ def _slots(
                 f" {NOT_ONE_SAVE}"
             )
     return slots
+
+
+def _vectors(ranks: Sequence[Mapping[int, Any]], slot: str) -> Callable[[int, int], torch.Tensor]:
+    """Return the function from rank and flat group to the vector of a slot."""
+
+    def read(rank: int, group: int) -> torch.Tensor:
+        vector: torch.Tensor = ranks[rank][group][slot].reshape(-1)
+        return vector
+
+    return read
 
 
 def _as_step(value: Any) -> torch.Tensor:

@@ -350,7 +350,7 @@ def _pipeline(folder: Path) -> None:
         (_without_a_state, r"has no optimizer states of `[a-z0-9.]+` on tensor rank 1"),
         (_other_extra_state, "`_extra_state` differs between tensor ranks 0 and 1"),
         (_other_names, "the files of tensor ranks 0 and 1 do not both have `extra`"),
-        (_pipeline, "is of a program with pipeline or expert parallelism"),
+        (_pipeline, "is of a program with pipeline parallelism"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_joined_is_refused_by_name(harm: Any, message: str, tmp_path: Path) -> None:
