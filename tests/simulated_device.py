@@ -772,7 +772,7 @@ class _Operations(TorchDispatchMode):
         if is_random:  # its mask or noise must be drawn once, from what the inputs will be
             simulation.current().run_to(simulation.current().num_asked)
         with simulation.bare():
-            result = func(*args, **kwargs)
+            result = _result_of_now(func, args, kwargs)
             outs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         memory = {tensor.untyped_storage()._cdata for tensor in flat}
         if any(made.untyped_storage()._cdata in memory for made in outs):
@@ -794,6 +794,15 @@ class _Operations(TorchDispatchMode):
 
         simulation.push([*flat, *outs], call)
         return result
+
+
+def _result_of_now(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a result with the right shapes, of arguments that may not have their values yet."""
+    try:
+        return func(*args, **kwargs)
+    except (IndexError, RuntimeError):  # an index that has not been computed is out of range
+        found, named = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), func(*found, **named))
 
 
 class _Place:

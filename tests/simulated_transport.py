@@ -213,6 +213,34 @@ class _Group(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    def all_to_all_single(
+        self, output: Any, mine: Any, output_sizes: Any = (), input_sizes: Any = (), opts: Any = None
+    ) -> Any:
+        number = self.size()
+
+        def run(aliases: list[Tensor]) -> None:
+            out, values = aliases
+            sent = torch.split(values, list(input_sizes) or [len(values) // number] * number)
+            found = torch.split(out, list(output_sizes) or [len(out) // number] * number)
+            found[self.rank()].copy_(sent[self.rank()])
+            works, landed = [], {}
+            for peer in range(number):
+                if peer == self.rank():
+                    continue
+                if sent[peer].numel():
+                    works.append(self.values.send([_bytes(sent[peer])], peer, 0))
+                if found[peer].numel():
+                    landed[peer] = torch.empty_like(_bytes(found[peer]))
+                    works.append(self.values.recv([landed[peer]], peer, 0))
+            for work in works:
+                work.wait()
+            for peer, one in landed.items():
+                found[peer].copy_(one.view(out.dtype).view_as(found[peer]))
+
+        return self._ask([output, mine], run)
+
+    alltoall_base = all_to_all_single
+
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
         transport = self._transport(peer)
         return self._ask(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "backend_for", "is_direct", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "backend_for", "is_direct", "reduce_scatter", "start_all_to_all"]
 
 
 def backend_for(group: Any, device: torch.device) -> str:
@@ -70,12 +70,24 @@ def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group:
         receive: How many come from each.
         group: The ranks; the default group when None.
     """
+    result, works = start_all_to_all(rows, send, receive, group)
+    for work in works:
+        work.wait()
+    return result
+
+
+def start_all_to_all(
+    rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Any
+) -> tuple[Tensor, list[dist.Work]]:
+    """Return what ``all_to_all`` does, before it has arrived, and what to wait for. Collective: all ranks of ``group``.
+
+    The arguments are those of ``all_to_all``.
+    """
     result = rows.new_empty(sum(receive), *rows.shape[1:])
     outgoing, incoming = torch.split(rows, list(send)), torch.split(result, list(receive))
     rank = dist.get_rank(group)
     incoming[rank].copy_(outgoing[rank])
-    _send_and_receive(outgoing, incoming, group)
-    return result
+    return result, _start(outgoing, incoming, group)
 
 
 def _exchange(outgoing: Sequence[Tensor], shapes: Sequence[torch.Size], group: Any) -> list[Tensor]:
@@ -91,6 +103,12 @@ def _exchange(outgoing: Sequence[Tensor], shapes: Sequence[torch.Size], group: A
 
 def _send_and_receive(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Any) -> None:
     """Send each other rank its tensor, and fill the tensors of ``incoming`` with theirs; empty ones are not sent."""
+    for work in _start(outgoing, incoming, group):
+        work.wait()
+
+
+def _start(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Any) -> list[dist.Work]:
+    """Start what ``_send_and_receive`` does."""
     rank = dist.get_rank(group)
     works = []
     for peer in range(len(outgoing)):
@@ -98,9 +116,7 @@ def _send_and_receive(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], gr
             works.append(dist.isend(outgoing[peer], group=group, group_dst=peer))
         if peer != rank and incoming[peer].numel():
             works.append(dist.irecv(incoming[peer], group=group, group_src=peer))
-    for work in works:
-        if work is not None:
-            work.wait()
+    return [work for work in works if work is not None]
 
 
 def _reduced(tensors: Sequence[Tensor], maximum: bool) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,14 +72,14 @@ def _sorted(routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def dispatch(
-    tokens: Tensor, routing: Routing, experts: Callable[[Tensor, Tensor], Tensor], *, capacity: int | None
-) -> Tensor:
-    """Return for every token the weighted sum of the results of its experts.
+    tokens: Tensor, routing: Routing, experts: Callable[[Tensor, Tensor], tuple[Tensor, Any]], *, capacity: int | None
+) -> tuple[Tensor, Any]:
+    """Return for every token the weighted sum of the results of its experts, and what these return beside them.
 
     Args:
         tokens: (T, H).
         routing: Of these tokens.
-        experts: Gets rows (M, H) sorted by expert, and offsets (E,); returns rows (M, H).
+        experts: Gets rows (M, H) sorted by expert, and offsets (E,); returns rows (M, H) and something else.
         capacity: Choices that an expert takes at most; None: all.
 
     Returns:
@@ -86,8 +87,8 @@ def dispatch(
     """
     order = sort_by_expert(routing, capacity=capacity)
     rows = permute_tokens(tokens, order.slots, order.rows)
-    results = experts(rows, order.offsets)
-    return unpermute_tokens(results, _weights(routing.scores, order.rows), order.slots, order.rows)
+    results, beside = experts(rows, order.offsets)
+    return unpermute_tokens(results, _weights(routing.scores, order.rows), order.slots, order.rows), beside
 
 
 def _weights(scores: Tensor, rows: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_zero.moe.alike import are_alike
-from lightning_zero.moe.exchange import ExpertRanks, compute_on_ranks
+from lightning_zero.moe.exchange import ExpertRanks, send_rows
 from lightning_zero_ops import grouped_linear
 
 __all__ = ["Experts", "StackedLinear", "StackedParameters"]
@@ -91,20 +91,31 @@ class Experts(nn.Module):
         self.ranks = ranks
         self._number = number
 
-    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+    def forward(
+        self,
+        rows: Tensor,
+        offsets: Tensor,
+        *,
+        room: int | None = None,
+        meanwhile: Callable[[], Any] | None = None,
+    ) -> Any:
         """Compute each row by its expert.
 
         Args:
             rows: (M, H), sorted by expert.
             offsets: (E,) int32: where the rows of each expert end.
+            room: With divided experts: rows that a rank sends to each expert; see ``send_rows``.
+            meanwhile: Runs while rows are on their way to other ranks.
 
         Returns:
-            (M, H); rows from ``offsets[-1]`` on mean nothing.
+            (M, H); rows from ``offsets[-1]`` on mean nothing. With ``meanwhile`` a pair of this and its result.
         """
-        if self.ranks is None:
-            return self._compute(rows, offsets)
-        found: Tensor = compute_on_ranks(rows, offsets, compute=self._compute, ranks=self.ranks, layer=self._number)
-        return found
+        sent = None
+        if self.ranks is not None:
+            sent = send_rows(rows, offsets, ranks=self.ranks, layer=self._number, room=room)
+        found = None if meanwhile is None else meanwhile()
+        results = self._compute(rows, offsets) if sent is None else sent.compute(self._compute)
+        return results if meanwhile is None else (results, found)
 
     def _compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Compute each row by its expert, of those that this rank has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import get_args
 
 from torch import Tensor, nn
@@ -43,8 +44,11 @@ class MoE(nn.Module):
         score_function: ``"softmax"`` or ``"sigmoid"`` of the router's logits.
         z_loss_factor: Adds this times the mean squared log-sum-exp of the logits to the auxiliary loss.
         bias_balancing: Choose experts by scores plus a bias, which ``balance_experts`` updates (arXiv:2408.15664).
+        pad_to_tokens: With ``drop_tokens`` and divided experts: ranks send as many rows to each expert as it takes of
+            this number of tokens, so that no host waits for a device. The most tokens that a rank has in a call.
 
     Raises:
+        TypeError: ``pad_to_tokens`` is no integer.
         ValueError: An argument is out of range, or does not exist here.
     """
 
@@ -70,9 +74,11 @@ class MoE(nn.Module):
         score_function: ScoreFunction = "softmax",
         z_loss_factor: float = 0.0,
         bias_balancing: bool = False,
+        pad_to_tokens: int | None = None,
     ) -> None:
         super().__init__()
         _check_sizes(num_experts, ep_size, k)
+        _check_padding(pad_to_tokens, drop_tokens)
         _check_capacities(capacity_factor, eval_capacity_factor, min_capacity)
         _check_choices(noisy_gate_policy, score_function, z_loss_factor)
         _refuse("use_tutel", use_tutel, "the dispatch is one permutation and grouped products in any case")
@@ -89,6 +95,7 @@ class MoE(nn.Module):
         self.capacity_factor = capacity_factor
         self.eval_capacity_factor = eval_capacity_factor
         self.min_capacity = min_capacity
+        self.pad_to_tokens = pad_to_tokens
         self.router = Router(
             hidden_size,
             num_experts,
@@ -131,12 +138,38 @@ class MoE(nn.Module):
             )
         tokens = hidden_states.reshape(-1, self.hidden_size)
         routing = self.router(tokens, used_token)
-        output = dispatch(tokens, routing, self.experts, capacity=self._capacity(len(tokens)))
-        output = output.view(hidden_states.shape)
-        output = self._with_residual(output, hidden_states)
+        experts = partial(self._run_experts, hidden_states)
+        output, beside = dispatch(tokens, routing, experts, capacity=self._capacity(len(tokens)))
+        return self._sum(output.view(hidden_states.shape), beside), routing.aux_loss, routing.counts
+
+    def _run_experts(self, hidden_states: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the results of experts, and those of ``_compute_beside``: it runs while rows travel."""
+        beside = partial(self._compute_beside, hidden_states)
+        if getattr(self.experts, "ranks", None) is None:
+            return self.experts(rows, offsets), beside()
+        room = self._room(hidden_states.numel() // self.hidden_size)
+        if self.mlp is None and self.shared_expert is None:
+            return self.experts(rows, offsets, room=room), ()
+        found: tuple[Tensor, Sequence[Tensor]] = self.experts(rows, offsets, room=room, meanwhile=beside)
+        return found
+
+    def _compute_beside(self, hidden_states: Tensor) -> list[Tensor]:
+        """Return the results of modules that compute every token: coefficients and residual expert, shared expert."""
+        found = []
+        if self.mlp is not None and self.coefficient is not None:
+            found += [self.coefficient(hidden_states).softmax(-1), _first(self.mlp(hidden_states))]
         if self.shared_expert is not None:
-            output = output + _first(self.shared_expert(hidden_states))
-        return output, routing.aux_loss, routing.counts
+            found.append(_first(self.shared_expert(hidden_states)))
+        return found
+
+    def _sum(self, output: Tensor, beside: Sequence[Tensor]) -> Tensor:
+        """Return the results of experts together with those of ``_compute_beside``."""
+        if self.mlp is not None:
+            shares, residual, *beside = beside
+            output = output * shares[..., :1] + residual * shares[..., 1:]
+        for shared in beside:
+            output = output + shared
+        return output
 
     def _capacity(self, num_tokens: int) -> int | None:
         if not self.drop_tokens:
@@ -144,11 +177,21 @@ class MoE(nn.Module):
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         return capacity_of(num_tokens, self.num_experts, k=self.k, factor=factor, min_capacity=self.min_capacity)
 
-    def _with_residual(self, output: Tensor, hidden_states: Tensor) -> Tensor:
-        if self.mlp is None or self.coefficient is None:
-            return output
-        shares: Tensor = self.coefficient(hidden_states).softmax(-1)
-        return output * shares[..., :1] + _first(self.mlp(hidden_states)) * shares[..., 1:]
+    def _room(self, num_tokens: int) -> int | None:
+        """Return the rows that this rank sends to each expert, if their number is fixed.
+
+        Raises:
+            ValueError: It has more tokens than it was said to have at most.
+        """
+        if self.pad_to_tokens is None:
+            return None
+        if num_tokens > self.pad_to_tokens:
+            raise ValueError(
+                f"`pad_to_tokens={self.pad_to_tokens}` of a mixture of experts, but this rank has {num_tokens} tokens:"
+                f" there is no room for them in what the ranks exchange. Use `pad_to_tokens={num_tokens}` or more, the"
+                " same on all ranks, or leave it out: the host waits once per layer then."
+            )
+        return self._capacity(self.pad_to_tokens)
 
 
 def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -199,6 +242,20 @@ def _check_capacities(factor: float, eval_factor: float, min_capacity: int) -> N
             )
     if min_capacity < 0:
         raise ValueError(f"`min_capacity={min_capacity}` must be 0 or more.")
+
+
+def _check_padding(pad_to_tokens: int | None, drop_tokens: bool) -> None:
+    if pad_to_tokens is None:
+        return
+    if type(pad_to_tokens) is not int:
+        raise TypeError(f"`pad_to_tokens={pad_to_tokens!r}` must be a number of tokens, such as 4096, or None.")
+    if pad_to_tokens < 1:
+        raise ValueError(f"`pad_to_tokens={pad_to_tokens}` must be a number of tokens, 1 or more, or None.")
+    if not drop_tokens:
+        raise ValueError(
+            f"`pad_to_tokens={pad_to_tokens}` needs `drop_tokens=True`: without a capacity an expert may get all tokens"
+            " of a rank, and every expert would need room for them. Set a capacity, or leave `pad_to_tokens` out."
+        )
 
 
 def _check_choices(noise: str | None, score_function: str, z_loss_factor: float) -> None:

@@ -63,12 +63,14 @@ class Case:
     recomputes: bool = False
     steps: int = 3
     doubles: bool = False  # in fp64
+    mixture: tuple[tuple[str, Any], ...] = ()  # options of the layer
+    shares: bool = False  # has a shared expert
     wrong: str = ""
     world: int = WORLD
 
     def __str__(self) -> str:
-        more = [self.optimizer, self.tokens, *(str(one) for one in self.options), self.wrong]
-        flags = [name for name in ("clips", "loops", "recomputes") if getattr(self, name)]
+        more = [self.optimizer, self.tokens, *(str(one) for one in (*self.options, *self.mixture)), self.wrong]
+        flags = [name for name in ("clips", "loops", "recomputes", "shares") if getattr(self, name)]
         stage = self.stage if isinstance(self.stage, int) else "-".join(str(one) for one in astuple(self.stage))
         return "-".join([f"ep{self.size}", f"stage{stage}", f"micro{self.parts}", *flags, *filter(None, more)])
 
@@ -82,7 +84,8 @@ class Block(nn.Module):
         experts = [nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)) for _ in range(EXPERTS)]
         if case.loops:
             experts = [nn.Sequential(expert, nn.LayerNorm(WIDTH)) for expert in experts]
-        self.moe = MoE(WIDTH, experts, EXPERTS, k=case.k)
+        shared = nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)) if case.shares else None
+        self.moe = MoE(WIDTH, experts, EXPERTS, k=case.k, shared_expert=shared, **dict(case.mixture))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         out, aux_loss, _ = self.moe(self.norm(x))
@@ -272,6 +275,26 @@ SCOPES = [
 @pytest.mark.parametrize("case", sample(SCOPES, SCOPES[1], SCOPES[10]), ids=str)
 def test_scopes_of_a_node_train_as_on_one_rank(case: Case) -> None:
     check(case)
+
+
+DROPS = (("drop_tokens", True), ("capacity_factor", 0.8), ("min_capacity", 1))
+PADDED = (*DROPS, ("pad_to_tokens", 12))
+LAYERS = [
+    *(Case(size, stage, 2, stage == 3, shares=True) for size in (2, 4) for stage in (0, 1, 2, 3)),
+    *(Case(size, stage, 2, mixture=PADDED) for size in (2, 4) for stage in (0, 1, 2, 3)),
+    Case(2, 3, 2, mixture=DROPS, optimizer="AdamW"),
+    Case(2, 3, shares=True, mixture=(*PADDED, ("use_residual", True)), recomputes=True),
+    Case(4, 2, shares=True, mixture=PADDED, loops=True, k=1),
+    Case(2, 3, 2, shares=True, mixture=PADDED, options=(("units", ["Experts", "Linear"]),)),
+    Case(4, 3, shares=True, mixture=PADDED, tokens="one rank", steps=6, doubles=True),
+]
+
+
+@pytest.mark.parametrize("case", sample(LAYERS, LAYERS[3], LAYERS[19]), ids=str)
+def test_shared_experts_and_padded_rows_train_as_on_one_rank(case: Case) -> None:
+    expected = reference(case)
+    for found in run(_train_apart, case.world, case):
+        assert difference(found, expected) < BOUND, case
 
 
 # -- Nothing to send ---------------------------------------------------------------------------------------------------

@@ -303,6 +303,8 @@ def test_layer_compiles_into_one_graph() -> None:
         ({"noisy_gate_policy": "rsample"}, "`noisy_gate_policy='rsample'` is not known"),
         ({"score_function": "tanh"}, "`score_function='tanh'` is not known"),
         ({"z_loss_factor": -1.0}, "`z_loss_factor=-1.0` must be 0 or more"),
+        ({"pad_to_tokens": 0, "drop_tokens": True}, "`pad_to_tokens=0` must be a number of tokens, 1 or more, or None"),
+        ({"pad_to_tokens": 64}, "`pad_to_tokens=64` needs `drop_tokens=True`: .* Set a capacity, or leave"),
         ({"use_tutel": True}, "`use_tutel=True` does not exist here"),
         ({"enable_expert_tensor_parallelism": True}, "`enable_expert_tensor_parallelism=True` does not exist here"),
         ({"expert": nn.ModuleList([nn.Linear(H, H)] * 3)}, "`expert` has 3 modules for `num_experts=4`"),
@@ -315,6 +317,12 @@ def test_layer_compiles_into_one_graph() -> None:
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MoE(**{"hidden_size": H, "expert": nn.Linear(H, H), "num_experts": E, **options})
+
+
+@pytest.mark.parametrize("value", [64.0, "64", True])
+def test_other_kinds_of_numbers_of_tokens_are_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="`pad_to_tokens=.*` must be a number of tokens, such as 4096, or None"):
+        _layer(drop_tokens=True, pad_to_tokens=value)
 
 
 def test_tokens_of_another_size_are_refused() -> None:

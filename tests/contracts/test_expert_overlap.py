@@ -1,0 +1,212 @@
+"""Mixtures compute shared experts while tokens travel, and pad rows: results are those without."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.moe import MoE
+from lightning_zero.moe.division import divide_experts
+from lightning_zero.moe.exchange import ExpertRanks
+from tests.simulated_device import SimulatedDevice
+from tests.simulated_transport import BACKEND
+from tests.worlds import count_collectives, run, seed, slow_collectives
+
+H, E = 8, 4
+SENDS = ("numbers", "rows", "results", "gradients of results", "gradients of rows")  # of a rank to the other one
+DROPPING = {"drop_tokens": True, "capacity_factor": 0.8, "min_capacity": 1}
+
+
+class SwiGLU(nn.Module):
+    """Reads its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(H, 8), nn.Linear(H, 8), nn.Linear(8, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Normed(SwiGLU):
+    """Has a parameter of its own, so experts run one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def _layer(expert: type[nn.Module] = SwiGLU, **options: Any) -> MoE:
+    seed(3)
+    return MoE(H, [expert() for _ in range(E)], E, k=2, shared_expert=SwiGLU(), **options)
+
+
+def _tokens(rank: int, number: int | None = None) -> Tensor:
+    number = (5, 0, 11, 2)[rank] if number is None else number
+    return torch.randn(number, H, generator=torch.Generator().manual_seed(rank))
+
+
+def _run(layer: MoE, x: Tensor, *, recomputes: bool = False) -> list[Tensor]:
+    """Return output, gradients of the tokens, and of all parameters."""
+    x = x.detach().requires_grad_()
+    out = checkpoint(lambda x: layer(x)[0], x, use_reentrant=False) if recomputes else layer(x)[0]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+
+# -- Shared experts --------------------------------------------------------------------------------------------
+
+
+def _serial(layer: MoE, x: Tensor) -> list[Tensor]:
+    """Return the same with the shared expert, and the residual one, behind the layer."""
+    shared, mlp, coefficient = layer.shared_expert, layer.mlp, layer.coefficient
+    assert shared is not None
+    x = x.detach().requires_grad_()
+    layer.shared_expert = layer.mlp = layer.coefficient = None
+    out = layer(x)[0]
+    layer.shared_expert, layer.mlp, layer.coefficient = shared, mlp, coefficient
+    if mlp is not None and coefficient is not None:
+        shares = coefficient(x).softmax(-1)
+        out = out * shares[:, :1] + mlp(x) * shares[:, 1:]
+    out = out + shared(x)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+
+def _both_orders(rank: int, world: int, residual: bool, recomputes: bool) -> list[bool]:
+    layer = _layer(use_residual=residual)
+    divide_experts(layer, ExpertRanks())
+    with slow_collectives(0.01, seed=rank):
+        found = _run(layer, _tokens(rank), recomputes=recomputes)
+        expected = _serial(layer, _tokens(rank))
+    return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize(("residual", "recomputes"), [(False, False), (True, False), (False, True)])
+def test_a_shared_expert_between_start_and_wait_has_the_bits_of_one_behind(residual: bool, recomputes: bool) -> None:
+    for same in run(_both_orders, 2, residual, recomputes):
+        assert all(same), same
+
+
+class Telling(SwiGLU):
+    """Touches files when its forward has run, and its backward."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda grad: (self._folder / "backward").touch())
+        (self._folder / "forward").touch()
+        return y
+
+
+def _await(path: Path) -> None:
+    deadline = time.monotonic() + 20.0
+    while not path.exists():
+        assert time.monotonic() < deadline, f"the shared expert of the other rank has not run its {path.name}"
+        time.sleep(0.001)
+
+
+def _late_rows(rank: int, world: int, folder: Path, options: dict[str, Any]) -> list[Tensor]:
+    """Train; rank 1 sends rows, and gradients of rows, after the shared expert of rank 0 has run."""
+    layer = _layer(**options)
+    layer.shared_expert = Telling(folder / str(rank))
+    divide_experts(layer, ExpertRanks())
+    num_sends = 0
+
+    def before_send() -> None:
+        nonlocal num_sends
+        awaited = {"rows": "forward", "gradients of rows": "backward"}.get(SENDS[num_sends])
+        num_sends += 1
+        if rank == 1 and awaited:
+            _await(folder / "0" / awaited)
+
+    (folder / str(rank)).mkdir()
+    with count_collectives(on_call=before_send):
+        found = _run(layer, _tokens(rank, 9))
+    assert num_sends == len(SENDS)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {**DROPPING, "pad_to_tokens": 9}], ids=["counts", "padded"])
+def test_shared_experts_run_before_the_rows_of_others_are_there(options: dict[str, Any], tmp_path: Path) -> None:
+    """In the forward and in the backward; in a serial order the ranks would wait for each other."""
+    run(_late_rows, 2, tmp_path, options)
+
+
+# -- Padded rows -------------------------------------------------------------------------------------------------------
+
+
+def _padded_and_not(rank: int, world: int, expert: type[nn.Module], options: dict[str, Any]) -> float:
+    """Return the largest difference between both forms, in training and in evaluation."""
+    layer = _layer(expert, **DROPPING, **options)
+    padded = copy.deepcopy(layer)
+    padded.pad_to_tokens = 11
+    differences = [0.0]
+    for one in (layer, padded):
+        divide_experts(one, ExpertRanks())
+    for training in (True, False):
+        found, expected = (_run(one.train(training), _tokens(rank)) for one in (padded, layer))
+        pairs = zip(found, expected, strict=True)
+        differences += [float((one - other).abs().max()) for one, other in pairs if one.numel()]
+    return max(differences)
+
+
+@pytest.mark.parametrize("expert", [SwiGLU, Normed])
+@pytest.mark.parametrize("world", [2, 4])
+def test_padded_rows_have_the_results_of_counted_ones(world: int, expert: type[nn.Module]) -> None:
+    """With other numbers of tokens on every rank, one of them 0. Ends of vectorised loops are elsewhere."""
+    assert max(run(_padded_and_not, world, expert, {"eval_capacity_factor": 3.0})) < 1e-6
+
+
+def _too_many(rank: int, world: int) -> None:
+    layer = _layer(**DROPPING, pad_to_tokens=4)
+    divide_experts(layer, ExpertRanks())
+    layer(_tokens(rank, 5))
+
+
+def test_more_tokens_than_there_is_room_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="`pad_to_tokens=4` of a mixture of experts, but this rank has 5 tokens: .*"):
+        run(_too_many, 2)
+
+
+def test_without_divided_experts_any_number_of_tokens_is_computed() -> None:
+    layer, x = _layer(**DROPPING, pad_to_tokens=4), _tokens(0, 9)
+    assert torch.equal(layer(x)[0], _layer(**DROPPING)(x)[0])
+
+
+def _waits(rank: int, world: int, options: dict[str, Any]) -> list[str]:
+    """Return where the host waits for a simulated GPU in a forward and a backward of the whole layer."""
+    group = dist.new_group(backend=BACKEND)
+    with SimulatedDevice() as device, mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        layer = _layer(**DROPPING, **options).bfloat16()
+        divide_experts(layer, ExpertRanks())
+        layer.experts.ranks.group = group  # type: ignore[union-attr]
+        layer.to("cuda")
+        x = _tokens(rank, 9).bfloat16().to("cuda").requires_grad_()
+        device.waits.clear()
+        layer(x)[0].square().sum().backward()
+        waits = [place for place, number in device.waits.items() for _ in range(number)]
+        assert x.grad is not None
+        assert x.grad.cpu().isfinite().all()
+        return waits
+
+
+@pytest.mark.parametrize(("options", "number"), [({}, 1), ({"pad_to_tokens": 9}, 0)], ids=["counts", "padded"])
+def test_a_layer_with_padded_rows_waits_for_no_device(options: dict[str, Any], number: int) -> None:
+    for waits in run(_waits, 2, options):
+        assert len(waits) == number, waits
