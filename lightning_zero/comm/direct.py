@@ -79,7 +79,7 @@ def all_to_all(rows: Tensor, send: Sequence[int], receive: Sequence[int], group:
 def start_all_to_all(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Any
 ) -> tuple[Tensor, list[dist.Work]]:
-    """Return what ``all_to_all`` does, before it has arrived, and what to wait for. Collective: all ranks of ``group``.
+    """Return the rows of ``all_to_all`` before they have arrived, and their works. Collective: all ranks of ``group``.
 
     The arguments are those of ``all_to_all``.
     """
@@ -108,7 +108,7 @@ def _send_and_receive(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], gr
 
 
 def _start(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Any) -> list[dist.Work]:
-    """Start what ``_send_and_receive`` does."""
+    """Start the transfers of ``_send_and_receive``."""
     rank = dist.get_rank(group)
     works = []
     for peer in range(len(outgoing)):

@@ -74,7 +74,7 @@ def _sorted(routing: Routing) -> tuple[Tensor, Tensor]:
 def dispatch(
     tokens: Tensor, routing: Routing, experts: Callable[[Tensor, Tensor], tuple[Tensor, Any]], *, capacity: int | None
 ) -> tuple[Tensor, Any]:
-    """Return for every token the weighted sum of the results of its experts, and what these return beside them.
+    """Return for every token the weighted sum of the results of its experts, and the other value that these return.
 
     Args:
         tokens: (T, H).

@@ -98,7 +98,7 @@ class ExpertRanks:
         return result
 
     def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, _Transfer]:
-        """Return what ``exchange`` does, before it has arrived, and what to wait for. Collective likewise."""
+        """Return the rows of ``exchange`` before they have arrived, and their transfer. Collective likewise."""
         self.meet()
         rows = rows.detach().contiguous()
         with self._named(len(rows)):
@@ -177,7 +177,8 @@ def compute_on_ranks(
     rows: Tensor, offsets: Tensor, *, compute: Compute, ranks: ExpertRanks, layer: int, room: int | None = None
 ) -> Tensor:
     """Send rows, and compute each on the rank of its expert: see ``send_rows`` and ``SentRows``."""
-    return send_rows(rows, offsets, ranks=ranks, layer=layer, room=room).compute(compute)
+    sent: SentRows = send_rows(rows, offsets, ranks=ranks, layer=layer, room=room)
+    return sent.compute(compute)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -197,10 +198,10 @@ def send_rows(rows: Tensor, offsets: Tensor, *, ranks: ExpertRanks, layer: int, 
     """
     if isinstance(rows, FakeTensor):  # of another pipeline stage, whose shapes are asked for
         return _Unsent(rows, offsets[: len(offsets) // ranks.size])
-    mine = _message(rows, offsets, ranks, layer, room)
+    mine = _message(rows, offsets, ranks=ranks, layer=layer, room=room)
     theirs = ranks.exchange(mine, [1] * ranks.size, [1] * ranks.size)
     if room is not None:
-        return _send_padded(rows, mine, theirs, ranks, room)
+        return _send_padded(rows, (mine, theirs), ranks=ranks, room=room)
     sent, received = torch.stack([mine, theirs]).tolist()  # the one wait of the host
     _compare([message[:_NUM_FACTS] for message in received], ranks)
     send, receive = ([sum(message[_NUM_FACTS:]) for message in messages] for messages in (sent, received))
@@ -209,7 +210,8 @@ def send_rows(rows: Tensor, offsets: Tensor, *, ranks: ExpertRanks, layer: int, 
     return _Sent(_send(used, route), route, _by_expert(theirs[:, _NUM_FACTS:], sum(receive)), _Tail(len(rows)))
 
 
-def _send_padded(rows: Tensor, mine: Tensor, theirs: Tensor, ranks: ExpertRanks, room: int) -> _Sent:
+def _send_padded(rows: Tensor, messages: tuple[Tensor, Tensor], *, ranks: ExpertRanks, room: int) -> _Sent:
+    mine, theirs = messages
     facts = theirs[:, :_NUM_FACTS]
     if theirs.is_cpu:
         _compare(facts.tolist(), ranks)
@@ -346,7 +348,7 @@ class _Unsent:
         return compute(self._rows, self._offsets)
 
 
-def _message(rows: Tensor, offsets: Tensor, ranks: ExpertRanks, layer: int, room: int | None) -> Tensor:
+def _message(rows: Tensor, offsets: Tensor, *, ranks: ExpertRanks, layer: int, room: int | None) -> Tensor:
     """Return the messages to all ranks: (ranks, facts and E / ranks) int64, the call and the numbers of rows."""
     in_backward = torch._C._current_graph_task_id() != -1
     call = layer

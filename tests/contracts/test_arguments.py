@@ -18,7 +18,6 @@ CALLED_BY_OTHERS = {
     "lightning_zero/engine/units/lowering.py": {"forward"},  # of `torch.autograd.Function`
     "lightning_zero/lightning/callbacks.py": {"on_train_batch_end"},  # Lightning's hook
     "lightning_zero/lightning/strategy.py": {"__init__"},  # options of a Trainer's strategy: named in every example
-    "lightning_zero/moe/exchange.py": {"forward"},  # of `torch.autograd.Function`
     "lightning_zero/moe/layer.py": {"__init__"},  # positions are those of DeepSpeed's layer
     "lightning_zero/schedules.py": {"__init__"},  # positions are those of DeepSpeed's schedules
     "lightning_zero/parallel/pipeline/schedule/weight_gradients.py": {"forward"},  # of `torch.autograd.Function`

@@ -284,7 +284,7 @@ LAYERS = [
     *(Case(size, stage, 2, mixture=PADDED) for size in (2, 4) for stage in (0, 1, 2, 3)),
     Case(2, 3, 2, mixture=DROPS, optimizer="AdamW"),
     Case(2, 3, shares=True, mixture=(*PADDED, ("use_residual", True)), recomputes=True),
-    Case(4, 2, shares=True, mixture=PADDED, loops=True, k=1),
+    Case(4, 2, shares=True, mixture=(*PADDED, ("use_rts", False)), loops=True, k=1),
     Case(2, 3, 2, shares=True, mixture=PADDED, options=(("units", ["Experts", "Linear"]),)),
     Case(4, 3, shares=True, mixture=PADDED, tokens="one rank", steps=6, doubles=True),
 ]
