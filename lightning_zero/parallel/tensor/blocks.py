@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -235,16 +236,19 @@ def _run(module: nn.Module, call: Call, names: Collection[str], blocks: Collecti
 
 @dataclass(frozen=True)
 class ResultsRead:
-    """Results of blocks, and of modules in them, that code outside of blocks reads.
+    """Tensors that blocks, and modules in them, compute, and that code outside of blocks reads.
 
     Attributes:
         blocks: Names of blocks whose results behind the first are read.
-        captured: Names of modules inside of blocks, and places among their results, where a hook of transformers takes
-            results that are read (`output_attentions=True`).
+        captured: Names of modules inside of blocks, and places among their results, that are read: a hook of
+            transformers takes them (`output_attentions=True`), or the block puts them into a list.
+        leaking: Names of blocks of which other tensors are read that are neither returned nor left on modules or in
+            arguments, for example those in a list of the program.
     """
 
     blocks: frozenset[str]
     captured: frozenset[tuple[str, int]]
+    leaking: frozenset[str]
 
 
 def results_read(module: nn.Module, call: Call, names: Collection[str]) -> ResultsRead:
@@ -262,8 +266,13 @@ def _results_read(module: nn.Module, call: Call, names: Collection[str]) -> Resu
         for inner, child in block.named_modules(prefix=name):
             if child is not block:
                 child.register_forward_hook(lambda _, args, result, inner=inner: reads.keep(inner, result))
-        block.register_forward_pre_hook(lambda _, args, kwargs: reads.enter((args, kwargs)), with_kwargs=True)
-        block.register_forward_hook(lambda _, args, result, name=name: reads.leave(name, result))
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: reads.enter(name, (args, kwargs)), with_kwargs=True
+        )
+        # in front of the program's hooks, which see whole results
+        block.register_forward_hook(
+            lambda one, args, kwargs, result: reads.leave(one, (args, kwargs), result), with_kwargs=True, prepend=True
+        )
     state = torch.get_rng_state()
     try:
         with without_caches(module), torch.enable_grad(), reads:
@@ -272,18 +281,9 @@ def _results_read(module: nn.Module, call: Call, names: Collection[str]) -> Resu
         torch.set_rng_state(state)
     return ResultsRead(
         blocks=frozenset(name for name, _ in reads.found if name in names),
-        captured=frozenset(
-            (name, place)
-            for name, place in reads.found
-            if name not in names and _is_captured(module.get_submodule(name))
-        ),
+        captured=frozenset((name, place) for name, place in reads.found if name not in names),
+        leaking=frozenset(reads.leaking),
     )
-
-
-def _is_captured(module: nn.Module) -> bool:
-    """Say whether transformers has put a hook on a module, which takes results out of blocks."""
-    hooks = module._forward_hooks.values()
-    return any(str(getattr(hook, "__module__", "")).partition(".")[0] == "transformers" for hook in hooks)
 
 
 def leaving_results(module: nn.Module, places: Mapping[str, Collection[int]]) -> nn.Module:
@@ -309,18 +309,20 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class _ResultReads(TorchFunctionMode):
-    """Notes results of blocks behind the first, and of modules in blocks, that functions outside are given."""
+    """Notes tensors of blocks, but for their first results, that functions outside are given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[tuple[str, int]] = set()  # name of a module, and place of the result
+        self.found: set[tuple[str, int]] = set()  # name of a block or of a module in it, and place of the result
+        self.leaking: set[str] = set()  # blocks of other tensors
         self._results: dict[int, tuple[str, int]] = {}
+        self._computed: dict[int, tuple[ReferenceType[Tensor], str]] = {}  # in a block that has this name
         self._inputs: set[int] = set()  # of blocks
         self._kept: list[Tensor] = []  # so that their ids stay theirs
-        self._running = 0
+        self._running: list[str] = []
 
-    def enter(self, arguments: Any) -> None:
-        self._running += 1
+    def enter(self, name: str, arguments: Any) -> None:
+        self._running.append(name)
         self._inputs.update(map(id, self._keeping(arguments)))
 
     def keep(self, name: str, result: Any) -> None:
@@ -329,12 +331,15 @@ class _ResultReads(TorchFunctionMode):
             {id(one): (name, place) for place, one in enumerate(tensors) if id(one) not in self._inputs}
         )
 
-    def leave(self, name: str, result: Any) -> None:
-        self._running -= 1
+    def leave(self, block: nn.Module, arguments: Any, result: Any) -> None:
+        name = self._running.pop()
         tensors = self._keeping(result)
         self._results.update({id(one): (name, place) for place, one in enumerate(tensors)})
         if tensors:
             del self._results[id(tensors[0])]
+        left = [value for child in block.modules() for value in vars(child).values()]
+        for one in (*tensors, *_tensors(arguments), *_tensors(left)):  # their check compares them
+            self._computed.pop(id(one), None)
 
     def _keeping(self, tree: Any) -> list[Tensor]:
         tensors = _tensors(tree)
@@ -342,10 +347,25 @@ class _ResultReads(TorchFunctionMode):
         return tensors
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._running and function not in _READS_NO_VALUES:
-            ids = [id(one) for one in tree_leaves((args, kwargs))]
-            self.found.update(self._results[one] for one in ids if one in self._results)
-        return function(*args, **(kwargs or {}))
+        if function in _READS_NO_VALUES:
+            return function(*args, **(kwargs or {}))
+        if not self._running:
+            for one in _tensors((args, kwargs)):
+                self._note(one)
+            return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        for one in _tensors(result):
+            if id(one) not in self._inputs:
+                self._computed[id(one)] = ref(one), self._running[-1]
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        if id(tensor) in self._results:
+            self.found.add(self._results[id(tensor)])
+            return
+        known, name = self._computed.get(id(tensor), (None, ""))
+        if known is not None and known() is tensor:
+            self.leaking.add(name)
 
 
 class _Reads(TorchFunctionMode):

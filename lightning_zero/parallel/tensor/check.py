@@ -22,7 +22,7 @@ from lightning_zero.parallel.tensor.blocks import OF_EVERY_MODULE, copy_with
 from lightning_zero.parallel.tensor.collectives import Ranks
 from lightning_zero.parallel.tensor.cuts import ParamRecord
 from lightning_zero.parallel.tensor.diagnosis import ModuleTrace, Suspect, relation, suspect
-from lightning_zero.parallel.tensor.examples import Arguments, call_block, replay, tensors_of
+from lightning_zero.parallel.tensor.examples import Arguments, replay, tensors_of, with_own_activations
 from lightning_zero.parallel.tensor.forwards import is_transposed
 from lightning_zero.parallel.tensor.generators import stop_drawing
 from lightning_zero.parallel.tensor.plan import TensorPlan
@@ -195,7 +195,7 @@ class _Result:
     """Results of a forward and a backward, and of a forward in ``eval`` without gradients."""
 
     outputs: Sequence[Tensor]  # with gradients
-    left: Mapping[str, Sequence[Tensor]]  # tensors that the forwards leave on modules, by the attribute in words
+    left: Mapping[str, Sequence[Tensor]]  # tensors that the forwards leave on modules and in arguments, by the place
     grads: Sequence[Tensor]  # that were put into the backward
     input_grads: Sequence[Tensor | None]
     param_grads: dict[str, Tensor | None]
@@ -213,11 +213,10 @@ def _run(
 ) -> _Result:
     inputs = tensors_of(arguments)
     params = dict(block.named_parameters())
-    before = _attributes(block)
-    outputs = tensors_of(call_block(block, arguments))
+    result, left = _call(block, arguments)
+    outputs = tensors_of(result)
     if not outputs:
         raise RuntimeError("it returns no tensor with a gradient")
-    left = _changed(before, _attributes(block))
     backward = [*outputs, *(one for tensors in left.values() for one in tensors if one.requires_grad)]
     if grads is None:
         generator = torch.Generator().manual_seed(2)
@@ -225,20 +224,39 @@ def _run(
     elif ranks is not None:
         grads = [_share_of(grad, output, ranks) for grad, output in zip(grads, backward, strict=False)]
     torch.autograd.backward(backward, grads)
-    before = _attributes(block)
     block.eval()
     with torch.no_grad():
-        evaluated = _float_tensors(call_block(block, arguments))
-    left |= {f"{words} in evaluation": found for words, found in _changed(before, _attributes(block)).items()}
+        result, left_in_evaluation = _call(block, arguments)
+    left |= {f"{words} in evaluation": found for words, found in left_in_evaluation.items()}
     return _Result(
         outputs=[one.detach() for one in outputs],
         left={words: [one.detach() for one in found] for words, found in left.items()},
         grads=grads,
         input_grads=[one.grad for one in inputs],
         param_grads={name: param.grad for name, param in params.items()},
-        evaluated=evaluated,
+        evaluated=_float_tensors(result),
         records=records or {},
     )
+
+
+def _call(block: nn.Module, arguments: Arguments) -> tuple[object, dict[str, list[Tensor]]]:
+    """Call a block; return its result, and the tensors that it leaves on its modules and in its arguments."""
+    before = _attributes(block)
+    args, kwargs = with_own_activations(arguments)
+    given = _tensors_in((args, kwargs))
+    versions = [(one, one._version) for one in given if not one.requires_grad]
+    result = block(*args, **kwargs)
+    left = _changed(before, _attributes(block))
+    known = set(map(id, given))
+    added = [one for one in _tensors_in((args, kwargs)) if id(one) not in known]
+    added += [one for one, version in versions if one._version != version]
+    if added:
+        left["tensor that the forward leaves in its arguments"] = [one.clone() for one in added]
+    return result, left
+
+
+def _tensors_in(tree: object) -> list[Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
 
 
 def _attributes(block: nn.Module) -> dict[str, list[Tensor]]:
@@ -247,7 +265,7 @@ def _attributes(block: nn.Module) -> dict[str, list[Tensor]]:
     for name, child in block.named_modules():
         given = {**child._buffers, **{key: one for key, one in vars(child).items() if key not in OF_EVERY_MODULE}}
         for key, value in given.items():
-            tensors = [one.clone() for one in tree_leaves(value) if isinstance(one, Tensor)]
+            tensors = [one.clone() for one in _tensors_in(value)]
             if tensors:
                 found[f"tensor that the forward leaves as `{f'{name}.{key}'.lstrip('.')}`"] = tensors
     return found
@@ -275,7 +293,7 @@ def _sharded_dim(part: Tensor, whole: Tensor, size: int) -> int | None:
 
 
 def _float_tensors(tree: object) -> list[Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.is_floating_point()]
+    return [one for one in _tensors_in(tree) if one.is_floating_point()]
 
 
 def _run_in_parts(
@@ -347,7 +365,7 @@ def _differences(
 def _left_differences(
     expected: Mapping[str, Sequence[Tensor]], parts: Sequence[Mapping[str, Sequence[Tensor]]]
 ) -> list[Difference]:
-    """Compare the tensors that stay on modules, which code outside of the block may read."""
+    """Compare the tensors that stay on modules and in arguments, which code outside of the block may read."""
     found = []
     for words in dict.fromkeys(name for one in (expected, *parts) for name in one):
         whole = expected.get(words, ())

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from lightning_zero.trees import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["Arguments", "call_block", "described_inputs", "keep", "replay", "run_example", "tensors_of"]
+__all__ = [
+    "Arguments",
+    "call_block",
+    "described_inputs",
+    "keep",
+    "replay",
+    "run_example",
+    "tensors_of",
+    "with_own_activations",
+]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -54,9 +63,15 @@ def replay(arguments: Arguments, dtype: torch.dtype, seed: int = 1) -> Arguments
     return args, kwargs
 
 
-def call_block(block: nn.Module, arguments: Arguments) -> Any:
-    """Call a block with copies of the activations, which it may change in place as it may those of other modules."""
+def with_own_activations(arguments: Arguments) -> Arguments:
+    """Return arguments with copies of the activations, which a call may change in place, and of the containers."""
     args, kwargs = tree_map_only(Tensor, lambda one: one.clone() if one.requires_grad else one, arguments)
+    return args, kwargs
+
+
+def call_block(block: nn.Module, arguments: Arguments) -> Any:
+    """Call a block with activations of its own."""
+    args, kwargs = with_own_activations(arguments)
     return block(*args, **kwargs)
 
 

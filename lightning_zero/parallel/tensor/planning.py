@@ -33,6 +33,8 @@ from lightning_zero.parallel.tensor.vocabulary import is_vocabulary_rule, vocabu
 
 __all__ = ["ModelPlan", "PlannedBlock", "plan_model"]
 
+_LEAKS = "code outside of the block reads a tensor that the block computes and does not return"
+
 
 @dataclass(frozen=True)
 class PlannedBlock:
@@ -233,7 +235,11 @@ class _Planner:
             return self._planned(block.names, block.module, TensorPlan({}), None)
         block = self._leaving_captured(block)
         without = [*without, *self._whole_inside(block.name)]
+        is_leaking = not self._results_read.leaking.isdisjoint(block.names)
         if self._options.plan == "auto":
+            if is_leaking and not self._options.sequence:
+                self._notes.append(f"`{block.name}` stays whole, because {_LEAKS}")
+            without = [""] if is_leaking else without
             find = partial(find_plan, block.module, arguments, self._size, given, without=without)
             found = find()
             if found.check.returns_parts and self._is_result_read(block):
@@ -245,6 +251,12 @@ class _Planner:
         plan = given or TensorPlan({})
         if self._options.sequence and not plan.sequence:
             plan = with_sequence(block.module, arguments, plan, self._size)
+        if is_leaking and plan.patterns:
+            self._refuse(
+                f"Block `{block.name}` would be cut over {self._size} ranks of tensor parallelism, and {_LEAKS}: it may"
+                " be a rank's part. Return the tensor, leave it on a module (`self.aux_loss = ...`) or append it to a"
+                " list among the arguments, so that it is compared, or leave the block and `sequence` out."
+            )
         check = check_block(block.module, arguments, plan, self._size)
         if check.is_right and check.returns_parts and self._is_result_read(block):
             check = check_block(block.module, arguments, plan, self._size, all_whole=True)
@@ -258,9 +270,7 @@ class _Planner:
         return not self._results_read.blocks.isdisjoint(block.names)
 
     def _leaving_captured(self, block: Block) -> Block:
-        """Return a block that keeps the results that hooks of transformers take from it, so that they are compared."""
-        if not any(getattr(child, "_can_record_outputs", None) for child in self._module.modules()):
-            return block
+        """Return a block that keeps the results of its modules that code outside reads, so that they are compared."""
         places: dict[str, set[int]] = {}
         for full, place in self._results_read.captured:
             for name in block.names:

@@ -282,6 +282,43 @@ class Stack(nn.Module):
         return x + loss
 
 
+class Penalty(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs().mean()
+
+
+LOSSES: list[Tensor] = []
+
+
+class Beside(Mlp):
+    """Puts the penalty of its tokens into a list that the model sums up."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.penalty, self.of = Penalty(), of
+
+    def forward(self, x: Tensor, losses: list[Tensor] | None = None) -> Tensor:
+        (LOSSES if losses is None else losses).append(x.abs().mean() if self.of == "operations" else self.penalty(x))
+        result: Tensor = super().forward(x)
+        return result
+
+
+class Summing(nn.Module):
+    """Adds the losses that blocks leave in a list: one that they are given, or one of the program."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.of = nn.Linear(16, 16), nn.ModuleList([Beside(of), Beside(of)]), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOSSES.clear()
+        losses: list[Tensor] = []
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, losses) if self.of == "arguments" else block(x)
+        return x + sum(losses or LOSSES)
+
+
 class Mixed(nn.Module):
     """A feed-forward network and a noisy mixture, whose loss nobody reads."""
 
@@ -364,6 +401,24 @@ def test_tensors_that_a_forward_leaves_on_modules_are_compared(block: type[Mlp],
     assert _plan_stack(Stack(block)).plan.rules.get("blocks.*.fc1") != "column"
     with pytest.raises(ValueError, match=f"the tensor that the forward leaves as `{name}` is off by"):
         _plan_stack(Stack(block), plan=CUT)
+
+
+@pytest.mark.parametrize(
+    ("of", "is_cut", "message"),
+    [
+        ("arguments", True, "the tensor that the forward leaves in its arguments is off by"),
+        ("modules", True, "`penalty.captured_results` is off by"),
+        ("operations", False, "code outside of the block reads a tensor that the block computes and does not return"),
+    ],
+)
+def test_losses_that_leave_blocks_by_a_list_are_those_of_all_tokens(of: str, is_cut: bool, message: str) -> None:
+    """Each rank had the loss of its part of the sequence, and its gradients counted once for every rank."""
+    planned = _plan_stack(Summing(of))
+    assert (planned.cut_numel > 0) == is_cut
+    assert is_cut or planned.notes == (f"`blocks.0` stays whole, because {message}",)
+    for plan in ("auto", CUT):
+        with pytest.raises(ValueError, match=message):
+            _plan_stack(Summing(of), plan=plan, sequence=True)
 
 
 def test_results_behind_the_first_may_be_parts_if_no_code_reads_them() -> None:
