@@ -145,6 +145,7 @@ class _Planner:
         self._refuse_layerdrop()
         self._refuse_dropped_tokens()
         blocks = [self._planned_block(block, of) for of in self._blocks for block in self._kinds(of)]
+        self._refuse_uncalled(blocks)
         outside = self._planned_pieces()
         plan = self._merged([*blocks, *outside])
         tied = params_cut_apart(self._module, plan) if self._options.plan == "auto" else []
@@ -400,6 +401,17 @@ class _Planner:
 
     def _planned_pieces(self) -> list[PlannedBlock]:
         """Check the modules outside of the blocks. The vocabulary stays whole where it cannot be cut in all of them."""
+    def _refuse_uncalled(self, blocks: Sequence[PlannedBlock]) -> None:
+        """Refuse to leave a block whole between blocks that have parts of the sequence."""
+        divided = {one.names[0].rpartition(".")[0] for one in blocks if one.plan.sequence}
+        for one in blocks:
+            if one.check is None and one.names[0].rpartition(".")[0] in divided:
+                self._refuse(
+                    f"Block `{one.names[0]}` is not called in the run that finds a plan, so it would stay whole, and"
+                    " with `sequence=True` it would get a part of the sequence if it is called later. Call it in the"
+                    " first step (no random or progressive depth), or leave `sequence` out."
+                )
+
         planned = []
         is_given = isinstance(self._options.plan, TensorPlan)
         for name in self._pieces:

@@ -515,3 +515,28 @@ def test_layerdrop_is_refused_with_parts_of_the_sequence(name: str) -> None:
     assert _plan_stack(model, plan=CUT).cut_numel
     with pytest.raises(ValueError, match=f"`config.{name}` is above 0: LayerDrop .* Set it to 0.0"):
         _plan_stack(model, sequence=True, plan=CUT)
+
+
+class Deepening(Stack):
+    """Calls its middle block, which is of another kind, later only."""
+
+    def __init__(self) -> None:
+        super().__init__(Mlp)
+        self.blocks[1] = Odd()
+        self.depth = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        x = self.blocks[1](x) if self.depth > 1 else x
+        result: Tensor = self.blocks[2](x)
+        return result
+
+
+def test_blocks_that_are_called_later_are_refused_with_parts_of_the_sequence() -> None:
+    """They stayed whole, and got a part of the sequence."""
+    model = Deepening()
+    assert "`blocks.1` is not called, and stays whole" in _plan_stack(model, plan=CUT).notes
+    with pytest.raises(ValueError, match="Block `blocks.1` is not called in the run that finds a plan"):
+        _plan_stack(model, sequence=True, plan=CUT)
+    model.depth = 2
+    assert _plan_stack(model, sequence=True, plan=CUT).cut_numel
