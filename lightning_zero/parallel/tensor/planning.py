@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import FunctionType, MethodType
@@ -26,7 +26,7 @@ from lightning_zero.parallel.tensor.blocks import (
 from lightning_zero.parallel.tensor.check import LIMIT, BlockCheck, check_block
 from lightning_zero.parallel.tensor.model_plan import model_plan
 from lightning_zero.parallel.tensor.plan import TensorParallel, TensorPlan, matches
-from lightning_zero.parallel.tensor.resolution import params_cut_apart, resolve
+from lightning_zero.parallel.tensor.resolution import names_of, params_cut_apart, resolve
 from lightning_zero.parallel.tensor.search import find_plan, integers_of, reads_its_number
 from lightning_zero.parallel.tensor.streams import with_sequence
 from lightning_zero.parallel.tensor.vocabulary import is_vocabulary_rule, vocabulary_plan
@@ -367,11 +367,30 @@ class _Planner:
                 f" norm): its gradient would count {self._size} times. Change the values in a hook, with"
                 " `torch.no_grad()`, or leave `sequence` or the rule 'partial' out."
             )
+        for name, other in self._summed_apart(partial_gradients):
+            self._refuse(
+                f"The gradient of `{name}` is a sum over {self._size} ranks of tensor parallelism, to which each adds"
+                f" its part of the sequence or of the features, and `{other}` is the same parameter outside of such a"
+                f" block: its gradients there would count {self._size} times. Give the two modules parameters of their"
+                " own, or leave `sequence` or the rule 'partial' out."
+            )
         for name in sorted(self._captured.used_between) if self._options.sequence else ():
             self._refuse(
                 f"`sequence=True` gives every rank a part of the sequence between the blocks, and code outside of them"
                 f" computes with the result of `{name}`. Move the code into a block, or leave `sequence` out."
             )
+
+    def _summed_apart(self, partial_gradients: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield names of tied parameters whose gradients are sums in one block, and none in another or outside."""
+
+        def block_of(name: str) -> str:
+            return next((block for block in self._block_names if _is_inside(name, [block])), "")
+
+        for names in names_of(dict(self._module.named_parameters(remove_duplicate=False))):
+            summed = {block_of(name): name for name in names if name in partial_gradients}
+            other = next((name for name in names if block_of(name) not in summed), None)
+            if summed and other is not None:
+                yield next(iter(summed.values())), other
 
     def _refuse_layerdrop(self) -> None:
         """Refuse to divide the sequence where the first or the last block of a list may be left out."""

@@ -11,7 +11,7 @@ from lightning_zero.parallel.tensor.cuts import Sections
 from lightning_zero.parallel.tensor.forwards import is_transposed
 from lightning_zero.parallel.tensor.plan import Cut, CutArgument, Packed, Rule, SequenceWord, TensorPlan, matches
 
-__all__ = ["Resolution", "is_linear", "params_cut_apart", "resolve"]
+__all__ = ["Resolution", "is_linear", "names_of", "params_cut_apart", "resolve"]
 
 _COLUMNS = ("column", "column_gather")
 _ROWS = ("row", "row_split")
@@ -73,7 +73,7 @@ def params_cut_apart(module: nn.Module, plan: TensorPlan) -> list[str]:
     """Return the names under which tied parameters are cut, of those that are not cut alike under all their names."""
     sections = _resolve(module, plan).sections
     params = dict(module.named_parameters(remove_duplicate=False))
-    apart = [names for names in _names_of(params) if len({sections.get(name) for name in names}) > 1]
+    apart = [names for names in names_of(params) if len({sections.get(name) for name in names}) > 1]
     return [name for names in apart for name in names if name in sections]
 
 
@@ -226,7 +226,7 @@ def _require_divisible(found: Resolution, params: Mapping[str, Tensor], size: in
             )
 
 
-def _names_of(params: Mapping[str, Tensor]) -> list[list[str]]:
+def names_of(params: Mapping[str, Tensor]) -> list[list[str]]:
     """Return the names of every parameter."""
     names: dict[int, list[str]] = {}
     for name, param in params.items():
@@ -235,7 +235,7 @@ def _names_of(params: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _require_tied_alike(found: Resolution, params: Mapping[str, Tensor]) -> None:
-    for tied in _names_of(params):
+    for tied in names_of(params):
         if len({found.sections.get(name) for name in tied}) > 1:
             shown = ", ".join(f"`{name}` ({'cut' if name in found.sections else 'whole'})" for name in tied)
             raise ValueError(

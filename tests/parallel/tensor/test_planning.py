@@ -540,3 +540,16 @@ def test_blocks_that_are_called_later_are_refused_with_parts_of_the_sequence() -
         _plan_stack(model, sequence=True, plan=CUT)
     model.depth = 2
     assert _plan_stack(model, sequence=True, plan=CUT).cut_numel
+
+
+def test_a_parameter_of_a_block_and_of_code_outside_is_refused_with_parts_of_the_sequence() -> None:
+    """The gradients of its use outside counted once for every rank."""
+    model = Stack(Mlp)
+    model.stem = nn.Sequential(model.stem, model.blocks[2].norm)  # type: ignore[assignment]
+    assert _plan_stack(model, plan=CUT).cut_numel
+    message = "The gradient of `blocks.2.norm.weight` is a sum .* and `stem.1.weight` is the same parameter outside of"
+    with pytest.raises(ValueError, match=message):
+        _plan_stack(model, sequence=True, plan=CUT)
+    shared = Stack(Mlp)
+    shared.blocks[1].norm = shared.blocks[2].norm
+    assert _plan_stack(shared, sequence=True, plan=CUT).cut_numel
