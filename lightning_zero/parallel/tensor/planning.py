@@ -401,25 +401,6 @@ class _Planner:
                 " divides the sequence and the last one gathers it. Set it to 0.0, or leave `sequence` out."
             )
 
-    def _refuse_dropped_tokens(self) -> None:
-        """Refuse to divide the sequence where tokens are dropped by the number of those that a rank has."""
-        for name, child in self._module.named_modules() if self._options.sequence else ():
-            if isinstance(child, MoE) and child.drop_tokens:
-                self._refuse(
-                    f"`{name}` has `drop_tokens=True`, and with `sequence=True` each rank would drop tokens by the"
-                    " capacity for its part of the sequence: other tokens than without. Use `drop_tokens=False`, or"
-                    " leave `sequence` out."
-                )
-
-    def _refuse(self, message: str) -> None:
-        if self._options.check == "refuse":
-            raise ValueError(message)
-        warnings.warn(message, stacklevel=4)
-
-    # -- Outside of the blocks -----------------------------------------------------------------------------------------
-
-    def _planned_pieces(self) -> list[PlannedBlock]:
-        """Check the modules outside of the blocks. The vocabulary stays whole where it cannot be cut in all of them."""
     def _refuse_uncalled(self, blocks: Sequence[PlannedBlock]) -> None:
         """Refuse to leave a block whole between blocks that have parts of the sequence."""
         divided = {one.names[0].rpartition(".")[0] for one in blocks if one.plan.sequence}
@@ -431,6 +412,29 @@ class _Planner:
                     " first step (no random or progressive depth), or leave `sequence` out."
                 )
 
+    def _refuse_dropped_tokens(self) -> None:
+        """Refuse to divide the sequence where tokens are dropped by the number of those that a rank has."""
+        for name, child in self._module.named_modules() if self._options.sequence else ():
+            if isinstance(child, MoE) and child.drop_tokens:
+                found, remedy = f"{name}` has `drop_tokens=True", "Use `drop_tokens=False`"
+            elif _is_inside(name, self._block_names) and (key := _capacity(child)):
+                found, remedy = f"{name}` has `{key}={getattr(child, key)}", "Use a router without a capacity"
+            else:
+                continue
+            self._refuse(
+                f"`{found}`, and with `sequence=True` each rank would drop tokens by the capacity for its part of the"
+                f" sequence: other tokens than without. {remedy}, or leave `sequence` out."
+            )
+
+    def _refuse(self, message: str) -> None:
+        if self._options.check == "refuse":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=4)
+
+    # -- Outside of the blocks -----------------------------------------------------------------------------------------
+
+    def _planned_pieces(self) -> list[PlannedBlock]:
+        """Check the modules outside of the blocks. The vocabulary stays whole where it cannot be cut in all of them."""
         planned = []
         is_given = isinstance(self._options.plan, TensorPlan)
         for name in self._pieces:
@@ -472,6 +476,13 @@ def _layerdrop(module: nn.Module) -> str:
             if "layerdrop" in key.lower() and isinstance(value, float) and value > 0:
                 return f"{name}.{key}".lstrip(".")
     return ""
+
+
+def _capacity(module: nn.Module) -> str:
+    """Return the name of a number of tokens that an expert takes at most, as routers have it, or nothing."""
+    if getattr(module, "drop_tokens", True) is False:
+        return ""
+    return next((key for key, value in vars(module).items() if "capacity" in key.lower() and type(value) is int), "")
 
 
 def _is_inside(name: str, blocks: Collection[str]) -> bool:

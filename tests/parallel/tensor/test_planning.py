@@ -553,3 +553,13 @@ def test_a_parameter_of_a_block_and_of_code_outside_is_refused_with_parts_of_the
     shared = Stack(Mlp)
     shared.blocks[1].norm = shared.blocks[2].norm
     assert _plan_stack(shared, sequence=True, plan=CUT).cut_numel
+
+
+def test_fixed_capacities_of_routers_are_refused_with_parts_of_the_sequence() -> None:
+    model = Stack(Mlp)
+    model.blocks[1].penalty = Penalty()
+    model.blocks[1].penalty.expert_capacity = None  # type: ignore[assignment]
+    assert _plan_stack(model, sequence=True, plan=CUT).cut_numel
+    model.blocks[1].penalty.expert_capacity = 64  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="`blocks.1.penalty` has `expert_capacity=64`, and .* leave `sequence` out"):
+        _plan_stack(model, sequence=True, plan=CUT)
