@@ -8,8 +8,9 @@ Note [Stacked parameters]
 Note [One pass or a loop]
     Where every parameter belongs to an ``nn.Linear`` and every token is computed by itself, the template runs once on
     all tokens, and its linear layers are grouped products. Whether tokens are computed by themselves is tried with the
-    first expert on a few random tokens: inputs of linear layers and the result must be those of each token alone. All
-    other experts run one after the other on their rows, and so do those of which a hook sees the linear layers.
+    first expert, with random parameters if it has no values, on a few random tokens: inputs of linear layers and the
+    result must be those of each token alone. All other experts run one after the other on their rows, and so do those
+    of which a hook sees the linear layers.
 
 Note [Divided experts]
     With expert parallelism a rank has some of the experts: parameters of ``E / ranks`` rows, under the same names. The
@@ -334,17 +335,19 @@ def _has_hooks(module: nn.Module) -> bool:
 def _computes_rows_alone(module: nn.Module, hidden_size: int) -> bool:
     """Try whether each token is computed by itself, also inside; False for one that cannot be tried."""
     first = next(module.parameters(), None)
-    if first is None or first.is_meta:
-        return first is not None  # without values there is nothing to compare, and tokens alone are the rule
+    if first is None:
+        return False
+    device = torch.device("cpu") if first.is_meta else first.device
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(_NUM_TRIED, hidden_size, generator=generator, device="cpu").to(first)
+    tokens = torch.randn(_NUM_TRIED, hidden_size, generator=generator, device="cpu").to(device, first.dtype)
+    values = _random_values(module, generator)
     state = [one.training for one in module.modules()]
     devices = [first.device] if first.is_cuda else []
     module.eval()
     try:
-        with torch.random.fork_rng(devices):
-            together = _watched(module, tokens)
-            alone = [_watched(module, tokens[index : index + 1]) for index in range(_NUM_TRIED)]
+        with torch.random.fork_rng(devices), device:
+            together = _watched(module, values, tokens)
+            alone = [_watched(module, values, tokens[index : index + 1]) for index in range(_NUM_TRIED)]
     except Exception:  # of the user's forward, which has its own ways with so few tokens
         return False
     finally:
@@ -354,7 +357,19 @@ def _computes_rows_alone(module: nn.Module, hidden_size: int) -> bool:
     return len(joined) == len(together) and all(map(_agree, joined, together))
 
 
-def _watched(module: nn.Module, tokens: Tensor) -> list[Tensor]:
+def _random_values(module: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return values for the parameters without, one name for each layer that has them."""
+    values: dict[nn.Parameter, Tensor] = {}
+    names: dict[str, Tensor] = {}
+    for path, layer in module.named_modules():
+        for key, param in layer.named_parameters(recurse=False):
+            if param.is_meta:
+                random = torch.randn(param.shape, generator=generator, device="cpu").to(param.dtype)
+                names[f"{path}.{key}".lstrip(".")] = values.setdefault(param, random / param.shape[-1] ** 0.5)
+    return names
+
+
+def _watched(module: nn.Module, values: dict[str, Tensor], tokens: Tensor) -> list[Tensor]:
     """Return the inputs of linear layers in the order of calls, and the result."""
     seen: list[Tensor] = []
 
@@ -365,7 +380,7 @@ def _watched(module: nn.Module, tokens: Tensor) -> list[Tensor]:
         for one in module.modules():
             if type(one) is nn.Linear:
                 stack.callback(one.register_forward_pre_hook(watch).remove)
-        result = module(tokens)
+        result = functional_call(module, values, (tokens,), tie_weights=False)
     return [*seen, result[0] if isinstance(result, tuple) else result]
 
 

@@ -258,6 +258,14 @@ def test_experts_without_values_are_made_real_later() -> None:
     assert moe(torch.randn(5, H))[0].shape == (5, H)
 
 
+@pytest.mark.parametrize("kind", ALL)
+def test_experts_without_values_are_tried_as_those_with_values(kind: str) -> None:
+    """Those that mix tokens ran in one pass, over the tokens of all experts."""
+    with torch.device("meta"):
+        experts = Experts([ALL[kind]() for _ in range(E)], H)
+    assert experts._is_grouped == (kind in GROUPED)
+
+
 def test_layers_are_copied_pickled_and_saved() -> None:
     moe, x = MoE(H, [_mlp() for _ in range(E)], E, k=2), torch.randn(5, H)
     expected = moe(x)[0]
