@@ -100,17 +100,7 @@ def distinct_blocks(module: nn.Module, names: Collection[str]) -> list[Block]:
 
 
 def _signature(module: nn.Module) -> Any:
-    described = _Described(module)
-    return tuple(
-        (
-            name,
-            type(child),
-            tuple((key, described(value)) for key, value in sorted(vars(child).items()) if _is_telling(key, value)),
-            tuple((key, tuple(param.shape)) for key, param in child.named_parameters(recurse=False)),
-            tuple((key, described(buffer)) for key, buffer in child.named_buffers(recurse=False)),
-        )
-        for name, child in module.named_modules()
-    )
+    return _Described(module).modules_of(module)
 
 
 def _is_telling(key: str, value: Any) -> bool:
@@ -130,8 +120,8 @@ class _Described:
         if isinstance(value, Tensor):
             is_index = not value.is_floating_point() and value.numel() <= 64 and value.device.type != "meta"
             return tuple(value.shape), str(value.dtype), repr(value.tolist()) if is_index else ""
-        if isinstance(value, nn.Module):
-            return type(value), self._names.get(id(value), id(value))
+        if isinstance(value, nn.Module) and id(value) in self._names:
+            return type(value), self._names[id(value)]
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type, ModuleType, Enum)):
             return type(value), repr(value)
         if id(value) in self._around:
@@ -142,7 +132,22 @@ class _Described:
             self._around.pop()
         return self._known[id(value)][1]
 
+    def modules_of(self, module: nn.Module) -> Any:
+        """Describe a module and those below it: classes, attributes and shapes."""
+        return tuple(
+            (
+                name,
+                type(child),
+                tuple((key, self(value)) for key, value in sorted(vars(child).items()) if _is_telling(key, value)),
+                tuple((key, tuple(param.shape)) for key, param in child.named_parameters(recurse=False)),
+                tuple((key, self(buffer)) for key, buffer in child.named_buffers(recurse=False)),
+            )
+            for name, child in module.named_modules()
+        )
+
     def _parts(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):  # outside of the block, or hidden in it, as experts hide their template
+            return self.modules_of(value)
         if isinstance(value, Mapping):
             return tuple((self(key), self(one)) for key, one in value.items())
         if isinstance(value, (list, tuple)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.moe import MoE
 from lightning_zero.parallel.tensor.blocks import blocks_of, capture, distinct_blocks
 from lightning_zero.parallel.tensor.examples import replay, tensors_of
 from tests.parallel.tensor.families import WIDTH, make
@@ -42,6 +43,17 @@ def test_blocks_are_the_children_of_the_outermost_lists(family: str, expected: l
 def test_blocks_of_one_kind_are_grouped(family: str, expected: list[tuple[str, ...]]) -> None:
     model = make(family)[0]
     assert [block.names for block in distinct_blocks(model, blocks_of(model))] == expected
+
+
+def test_blocks_with_mixtures_are_of_one_kind() -> None:
+    """Experts hide a template in a tuple, and each one counted as another: every block was planned on its own."""
+
+    def kinds(*experts: nn.Module) -> int:
+        blocks = nn.ModuleList([nn.ModuleDict({"moe": MoE(4, one, 2), "up": nn.Linear(4, 4)}) for one in experts])
+        return len(distinct_blocks(nn.ModuleDict({"blocks": blocks}), ["blocks.0", "blocks.1"]))
+
+    assert kinds(nn.Linear(4, 4), nn.Linear(4, 4)) == 1
+    assert kinds(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.GELU())) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "bert"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -381,8 +380,7 @@ def test_a_plan_of_the_program_that_names_divided_experts_leaves_them_out() -> N
     planned = plan_model(model, TensorParallel(plan=TensorPlan(rules)), lambda one: one(torch.randn(2, 4, 16)), whole)
     assert "rules for `blocks.0.moe.experts.weight` and 2 more are left out" in planned.notes[0]
     found = plan_model(model, TensorParallel(), lambda one: one(torch.randn(2, 4, 16)), whole)
-    layers = {f"blocks.{number}.{layer}" for number, layer in itertools.product(range(3), ("fc1", "fc2"))}
-    assert set(planned.plan.rules) == set(found.plan.rules) == layers
+    assert set(planned.plan.rules) == set(found.plan.rules) == {"blocks.*.fc1", "blocks.*.fc2"}
 
 
 def test_a_block_that_draws_other_numbers_each_time_stays_whole() -> None:
