@@ -104,8 +104,8 @@ class TensorTraining:
         if self.options.sequence and draws_numbers(module):
             raise ValueError(
                 "`TensorParallel(sequence=True)` with `pipeline` does not work with dropout, jitter or random routers:"
-                " the generators of tensor ranks would not be switched on every stage. Set the rates to 0, or leave"
-                " `sequence` or `pipeline` out."
+                " the generators of tensor ranks would not be switched on every stage. Set the rates to 0, use"
+                " `use_rts=False` and `noisy_gate_policy=None` in `MoE`, or leave `sequence` or `pipeline` out."
             )
 
     def cut(self, module: pl.LightningModule, whole: Collection[str] = ()) -> Grid:

@@ -101,7 +101,7 @@ class MoE(nn.Module):
             num_experts,
             k=k,
             noisy_gate_policy=noisy_gate_policy,
-            use_rts=use_rts,
+            use_rts=use_rts and drop_tokens,
             top2_2nd_expert_sampling=top2_2nd_expert_sampling,
             score_function=score_function,
             z_loss_factor=z_loss_factor,

@@ -62,7 +62,7 @@ class Router(nn.Module):
         num_experts: E.
         k: Experts per token.
         noisy_gate_policy: As in ``MoE``.
-        use_rts: As in ``MoE``.
+        use_rts: Draw priorities for one choice, by which tokens are dropped.
         top2_2nd_expert_sampling: As in ``MoE``.
         score_function: As in ``MoE``.
         z_loss_factor: As in ``MoE``.

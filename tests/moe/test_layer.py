@@ -116,6 +116,16 @@ def test_no_expert_has_less_than_the_least_capacity() -> None:
     _compare(moe, torch.randn(T, H), capacity=3)
 
 
+def test_nothing_is_drawn_for_tokens_that_are_not_dropped() -> None:
+    """The default mixture of one choice was refused where random numbers are, for numbers that decided nothing."""
+    moe, x = _layer(k=1), torch.randn(T, H)
+    state = torch.get_rng_state()
+    moe(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not moe.router.is_random
+    assert _layer(k=1, drop_tokens=True).router.is_random
+
+
 def test_random_tokens_are_kept_by_their_draw() -> None:
     moe = _layer(capacity_factor=0.7, drop_tokens=True, min_capacity=0)
     torch.manual_seed(3)

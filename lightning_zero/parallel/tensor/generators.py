@@ -95,7 +95,25 @@ class Region:
             raise PartialParameterError(
                 f"`{name}` draws random numbers for whole tokens between a layer that is cut over the tensor ranks and"
                 " the one that sums its results: every tensor rank would draw others. Call it in front of the first or"
-                " behind the second, or leave these layers out of the plan with a `TensorPlan`."
+                " behind the second, let it draw none (`use_rts=False` and `noisy_gate_policy=None` of `MoE`, a rate of"
+                " 0), or leave these layers out of the plan with a `TensorPlan`."
+            )
+
+    def refuse_older(self, name: str, tensor: Tensor) -> None:
+        """Refuse a dropout of this rank's own elements on a whole tensor.
+
+        Raises:
+            PartialParameterError: The tensor was computed before the cut region was entered that is not left yet.
+        """
+        place = _place_of(tensor)
+        if place is None or self._place is None or place >= self._place or self._agreed is None:
+            return
+        if tensor.device == self._device and _generator_of(tensor.device).initial_seed() == self._seed:
+            raise PartialParameterError(
+                f"The dropout `{name}` is given a tensor of shape {tuple(tensor.shape)} that was computed in front of a"
+                " layer that is cut over the tensor ranks, before another layer sums its results: every tensor rank"
+                " would drop other elements of it. Call it in front of the first layer or behind the second, set its"
+                " rate to 0 (`lora_dropout=0.0`), or leave these layers out of the plan with a `TensorPlan`."
             )
 
     def forget_copy(self) -> None:
