@@ -13,7 +13,7 @@ Note [Seeds from the agreed state]
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_zero.errors import PartialParameterError
+from lightning_zero.moe.experts import Experts
 from lightning_zero.moe.routing import Router
 from lightning_zero.parallel.tensor.collectives import Ranks, copy_to_ranks
 
-__all__ = ["DrawsOutside", "Region", "draws_numbers", "dropout_rates", "stop_drawing"]
+__all__ = ["Region", "draws_numbers", "dropout_rates", "refuse_draws_inside", "stop_drawing"]
 
 
 class Region:
@@ -89,7 +90,7 @@ class Region:
         Raises:
             PartialParameterError: A cut region was entered and not left.
         """
-        if isinstance(tensor, FakeTensor) or self._seed is None or tensor.device != self._device:
+        if self._seed is None or tensor.device != self._device:
             return
         if _generator_of(tensor.device).initial_seed() == self._seed:
             raise PartialParameterError(
@@ -189,23 +190,44 @@ def draws_numbers(module: nn.Module) -> bool:
     return any(rate > 0 for _, _, rate in dropout_rates(module)) or any(one.is_random for one in routers)
 
 
+def refuse_draws_inside(module: nn.Module, region: Region) -> None:
+    """Let calls be refused that draw numbers for whole tensors, in modules inside of the region.
+
+    Routers, experts and modules with jitter draw for whole tokens. Dropout does where its tensor is older than the
+    region.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd):
+            refuse = region.refuse_older
+            is_random = child.p > 0
+        else:
+            refuse = region.refuse_inside
+            is_random = draws_numbers(child) if isinstance(child, (Router, Experts)) else _has_jitter(child)
+        if is_random:
+            child.register_forward_pre_hook(DrawsOutside(refuse, name), with_kwargs=True)
+
+
+def _has_jitter(module: nn.Module) -> bool:
+    return any("jitter" in key.lower() and isinstance(one, float) and one > 0 for key, one in vars(module).items())
+
+
 class DrawsOutside:
-    """A hook in front of a module that draws numbers for whole tokens, which all tensor ranks must draw alike.
+    """A hook in front of a module that draws numbers, which all tensor ranks must draw alike for whole tensors.
 
     Args:
-        region: Draws this rank's own numbers inside.
+        refuse: Is given the name and the tensor; a method of the region.
         name: Of the module.
     """
 
-    def __init__(self, region: Region, name: str) -> None:
-        self._region = region
+    def __init__(self, refuse: Callable[[str, Tensor], None], name: str) -> None:
+        self._refuse = refuse
         self._name = name
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a call inside of the region."""
-        tensor = next((one for one in args if isinstance(one, Tensor)), None)
-        if module.training and tensor is not None:
-            self._region.refuse_inside(self._name, tensor)
+        tensor = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if module.training and tensor is not None and not isinstance(tensor, FakeTensor):
+            self._refuse(self._name, tensor)
 
 
 def stop_drawing(module: nn.Module) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_zero.moe.experts import Experts
-from lightning_zero.moe.routing import Router
 from lightning_zero.parallel.tensor.attention import AttentionForward
 from lightning_zero.parallel.tensor.collectives import Ranks
 from lightning_zero.parallel.tensor.cuts import ParamRecord
@@ -22,7 +20,7 @@ from lightning_zero.parallel.tensor.forwards import (
     VocabForward,
     is_transposed,
 )
-from lightning_zero.parallel.tensor.generators import DrawsOutside, Region, draws_numbers
+from lightning_zero.parallel.tensor.generators import Region, refuse_draws_inside
 from lightning_zero.parallel.tensor.plan import CutArgument, Packed, Rule, TensorPlan
 from lightning_zero.parallel.tensor.resolution import Resolution, resolve
 from lightning_zero.parallel.tensor.sequence import (
@@ -76,9 +74,7 @@ def cut_module(module: nn.Module, plan: TensorPlan, ranks: Ranks) -> dict[str, P
     _cut_arguments(modules, resolution.arguments, ranks, region)
     _cut_sequences(modules, resolution, ranks, region)
     if not resolution.streams:
-        for name, child in modules.items():
-            if isinstance(child, (Router, Experts)) and draws_numbers(child):
-                child.register_forward_pre_hook(DrawsOutside(region, name))
+        refuse_draws_inside(module, region)
     return records
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -291,3 +292,57 @@ def _run_between(rank: int, world: int) -> None:
 
 def test_routers_that_draw_inside_of_a_region_are_refused() -> None:
     run(_run_between, 2)
+
+
+class Between(nn.Module):
+    """Calls a module between a column layer and its row layer, on the block's input or on the column layer's result."""
+
+    def __init__(self, inner: nn.Module, of: str) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)
+        self.inner, self.of = inner, of
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.up(x))
+        if self.of == "result":
+            y = self.inner(y)
+        if self.of == "input":
+            x = self.inner(x)
+        result: Tensor = x + self.down(y)
+        return result
+
+
+class Jittered(nn.Module):
+    """A router's input of an unmodified model."""
+
+    jitter_noise = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
+
+
+@pytest.mark.parametrize(
+    ("inner", "of", "message"),
+    [
+        (
+            nn.Dropout(0.5),
+            "input",
+            r"The dropout `0.inner` is given a tensor of shape \(4, 8\) that was comp",
+        ),
+        (nn.Dropout(0.5), "result", ""),
+        (nn.Dropout(0.0), "input", ""),
+        (Jittered(), "input", ""),
+        (Jittered(), "jittered", "`0.inner` draws random numbers for whole tokens .* `noisy_gate_policy=None`"),
+    ],
+    ids=["dropout of the input", "dropout of the result", "no dropout", "no jitter", "jitter"],
+)
+def test_draws_for_whole_tensors_inside_of_a_region_are_refused(inner: nn.Module, of: str, message: str) -> None:
+    """Every rank dropped other elements of a residual, and had other inputs of a router."""
+    if of == "jittered":
+        inner.jitter_noise, of = 0.1, "input"  # type: ignore[assignment]
+    model = nn.Sequential(Between(inner, of))
+    cut_module(model, PLAN, _Counted())
+    x = torch.ones(4, 8, requires_grad=True) * 1.0
+    with pytest.raises(PartialParameterError, match=message) if message else nullcontext():
+        model(x)
+    model.eval()(x)
