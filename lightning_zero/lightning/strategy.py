@@ -342,8 +342,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         refuse_options(self, trainer)
         count_samples_once(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and self._tensor is not None and self.pipeline is not None:
-            self._tensor.refuse_random_stages(self.lightning_module)
         self._shard(self.lightning_module, is_fitting=is_fitting)
         if is_fitting:
             begin_averages(trainer)
@@ -403,7 +401,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
                 kept_sync.revert(module)
         if engine is None:
             refuse_dtensors(module)
-            split = self._split(module)
+        split = self._split(module) if engine is None else None
+        if is_fitting and self._tensor is not None and self.pipeline is not None:
+            self._tensor.refuse_random_stages(module)  # behind the split, which outlines specified layers
+        if engine is None:
             grid = self._grid(module)
             if layer_sync is not None:
                 layer_sync.apply(module)

@@ -7,6 +7,7 @@ import re
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_zero
+import lightning_zero.lightning.strategy as strategy_file
+from lightning_zero import LayerSpec
 from lightning_zero.config import ActivationCheckpointing, Communication, Offload, Pipeline
 from lightning_zero.lightning.precision import LossScale, ZeroHalfPrecision, ZeroMixedPrecision
 from lightning_zero.lightning.strategy import ZeroStrategy, register_strategies
+from lightning_zero.lightning.tensor_training import TensorTraining
+from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
 from tests import lightning_programs, worlds
 
 assert lightning_zero  # the import registers the names
@@ -307,3 +312,21 @@ def test_a_fast_dev_run_with_a_logger_is_not_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [2, 3, ZeroStrategy(stage=1, tensor_parallel=2), ZeroStrategy(stage=1, pipeline=2)])
 def test_a_logged_graph_is_refused_where_a_forward_needs_all_ranks(stage: Any, tmp_path: Path) -> None:
     worlds.run(_log_graph, 2, stage, str(tmp_path))
+
+
+def test_random_numbers_in_specified_layers_of_a_divided_sequence_are_refused(monkeypatch: Any) -> None:
+    """Before the layers were outlined there was no rate of theirs."""
+    strategy: Any = ZeroStrategy(pipeline=2, tensor_parallel={"size": 2, "sequence": True})
+    strategy._tensor = object.__new__(TensorTraining)
+    strategy._tensor.options = strategy.tensor_parallel
+    strategy._mesh = SimpleNamespace(stage=0)
+    for name in ("layer_costs", "split_module"):
+        monkeypatch.setattr(strategy_file, name, lambda *_: None)
+    monkeypatch.setattr(SpecifiedLayers, "build", lambda *_: None)
+    monkeypatch.setattr(TensorTraining, "begin", lambda *_: None)
+    monkeypatch.setattr(ZeroStrategy, "_recipe", lambda *_: {})
+    monkeypatch.setattr(ZeroStrategy, "root_device", torch.device("cpu"))
+    model = BoringModel()
+    model.blocks = torch.nn.ModuleList([LayerSpec(torch.nn.TransformerEncoderLayer, 4, 2, dropout=0.1)])
+    with pytest.raises(ValueError, match="does not work with dropout, jitter or random routers"):
+        strategy._shard(model, is_fitting=True)
