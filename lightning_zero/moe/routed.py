@@ -8,7 +8,7 @@ those of the rank and weights of one, and adds up the weighted results.
 Note [Verified]
     That is right for experts whose result is the sum of the results of single experts times their weights, and which
     read no more of their parameters than the rows of these. So a module is tried with random parameters of two experts:
-    together, and each alone as the only one. Modules for which both differ are refused.
+    together, and each alone as the only one, in training and in evaluation. Modules for which both differ are refused.
 
 Note [Choices of nothing]
     Routers choose -1 or E for padded tokens where experts leave such choices out. Others give an error, or take -1 for
@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_zero.moe.dispatch import sort_by_expert
@@ -42,6 +44,7 @@ _ARGUMENTS = (
     ("hidden_states", "router_indices", "routing_weights"),
 )
 _NUM_TRIED = 5  # tokens
+_DROPOUTS = frozenset([torch.dropout, functional.dropout, functional.dropout1d, functional.alpha_dropout])
 _TOLERANCE = 1e-4  # of rounding in fp32; wrong results are far from it
 
 
@@ -206,9 +209,18 @@ def _having(module: nn.Module, number: int) -> Iterator[None]:
         module.num_experts = was
 
 
-@torch.no_grad()
 def _tried(module: nn.Module) -> str | tuple[bool, bool]:
     """Return which choices of nothing a module leaves out, or why its experts cannot be divided."""
+    found, in_training = (_tried_in_mode(module, is_training) for is_training in (False, True))
+    if isinstance(found, str) or found == in_training:
+        return found
+    reason = in_training if isinstance(in_training, str) else "it leaves out other choices that are no expert"
+    return f"{reason}, in training and not in evaluation"
+
+
+@torch.no_grad()
+def _tried_in_mode(module: nn.Module, is_training: bool) -> str | tuple[bool, bool]:
+    """Return the same for training or for evaluation."""
     generator = torch.Generator().manual_seed(0)
     values = {
         key: torch.randn(2, *param.shape[1:], generator=generator) / math.sqrt(max(param.shape[-1], 1))
@@ -220,10 +232,10 @@ def _tried(module: nn.Module) -> str | tuple[bool, bool]:
     for size in sorted({size for value in values.values() for size in value.shape[1:]}):
         tokens = torch.randn(_NUM_TRIED, size, generator=generator)
         try:
-            together = _run(module, values, (tokens, experts, weights))
+            together = _run(module, values, (tokens, experts, weights), is_training)
             if together.shape != tokens.shape:
                 continue
-            alone = [_alone(module, values, tokens, expert=one) for one in range(2)]
+            alone = [_alone(module, values, tokens, expert=one, is_training=is_training) for one in range(2)]
         except Exception as error:  # of a size that is not that of a token, or of the module
             errors.append(str(error))
             continue
@@ -234,7 +246,8 @@ def _tried(module: nn.Module) -> str | tuple[bool, bool]:
             some = experts.clone()
             some[0, 0] = some[1, 1] = number
             with suppress(Exception), _unwritten_is_nan():  # such choices are an error, or rows that nobody writes
-                left_out[place] = _is_sum(_run(module, values, (tokens, some, weights)), alone, some, weights)
+                found = _run(module, values, (tokens, some, weights), is_training)
+                left_out[place] = _is_sum(found, alone, some, weights)
         return left_out[0], left_out[1]
     return f"it could not be tried with random tokens ({errors[-1] if errors else 'no size fits'})"
 
@@ -258,13 +271,23 @@ def _is_sum(together: Tensor, alone: Sequence[Tensor], experts: Tensor, weights:
     return float((together - expected).abs().max()) <= _TOLERANCE * scale
 
 
-def _run(module: nn.Module, values: dict[str, Tensor], args: tuple[Tensor, ...]) -> Tensor:
-    """Call a module without its dropout, which would be another one each time."""
+class _WithoutDropout(TorchFunctionMode):
+    """Leaves dropout out, which would be another one each time."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return function(*args, **kwargs)
+
+
+def _run(module: nn.Module, values: dict[str, Tensor], args: tuple[Tensor, ...], is_training: bool) -> Tensor:
+    """Call a module without its dropout."""
     number = len(next(iter(values.values())))
     state = {one: one.training for one in module.modules()}
-    module.eval()
+    module.train(is_training)
     try:
-        with _having(module, number), torch.random.fork_rng([]):
+        with _having(module, number), _WithoutDropout(), torch.random.fork_rng([]):
             result: Tensor = functional_call(module, values, args)
     finally:
         for one, was in state.items():
@@ -272,8 +295,8 @@ def _run(module: nn.Module, values: dict[str, Tensor], args: tuple[Tensor, ...])
     return result
 
 
-def _alone(module: nn.Module, values: dict[str, Tensor], tokens: Tensor, *, expert: int) -> Tensor:
+def _alone(module: nn.Module, values: dict[str, Tensor], tokens: Tensor, *, expert: int, is_training: bool) -> Tensor:
     """Return the results of an expert that is the only one."""
     own = {key: value[expert : expert + 1] for key, value in values.items()}
     experts = torch.zeros(len(tokens), 1, dtype=torch.int64)
-    return _run(module, own, (tokens, experts, torch.ones(len(tokens), 1)))
+    return _run(module, own, (tokens, experts, torch.ones(len(tokens), 1)), is_training)

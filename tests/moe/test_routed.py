@@ -60,6 +60,13 @@ class Dropping(Plain):
         return nn.functional.dropout(total, 0.5, self.training)
 
 
+class Rescaling(Plain):
+    """Divides by a mean over all experts, in training alone."""
+
+    def bend(self, total: Tensor, weights: Tensor) -> Tensor:
+        return total / total.abs().mean() if self.training else total
+
+
 class Indexing(Plain):
     """Takes -1 for the last expert, and cannot take E."""
 
@@ -104,6 +111,7 @@ def test_experts_with_dropout_are_verified_without() -> None:
         (Normed, "its result is not the sum of the results of single experts"),
         (Squared, "its result is not the sum of the results of single experts"),
         (Mixing, "its result is not the sum of the results of single experts"),
+        (Rescaling, "its result is not the sum .* times their weights, in training and not in evaluation"),
         (Failing, "it could not be tried with random tokens .no kernel."),
     ],
 )
