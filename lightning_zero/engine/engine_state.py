@@ -129,7 +129,7 @@ class EngineState:
             communicator=self.communicator,
             before_open=self._before_open,
             parts=self.parts,
-            keeps_gradients=self.attached.keeps_gradients,
+            keeps_gradients=self._keeps_gradients,
             thread=self._thread,
             defers=self.timing.defers,
             after_defer=self._mark_stale,
@@ -269,9 +269,13 @@ class EngineState:
                 buffer.values.give_up()
 
     def recover(self) -> None:
-        """End an interrupted backward, before gradients are read or assigned. No collective."""
+        """End a backward before its gradients are used; abandon an interrupted one.
+
+        Collective in ``backward_scope`` only: all ranks, some of them at its end.
+        """
         if self.module is not None:
             self.sharded.hooks.scopes.recover()
+            self.sharded.hooks.scopes.end_backward()
 
     def stay_in_thread(self, during: Callable[[], AbstractContextManager[None]]) -> None:
         """Make the steps of offloaded units at once, in the thread that asks for them, each in a context."""
@@ -280,8 +284,12 @@ class EngineState:
     def _mark_stale(self, buffer: FlatBuffer) -> None:
         self.param_index.unit_of(buffer).mark_stale()
 
+    def _keeps_gradients(self) -> bool:
+        self.recover()
+        return self.attached.keeps_gradients()
+
     def _before_open(self, opening: ShardedOptimizer) -> None:
-        self.sharded.hooks.scopes.recover()
+        self.recover()
         self.sharded.membership.require()
         self.sharded.offloaded_states.reload()
         self.sharded.whole.end_rest()
@@ -289,6 +297,7 @@ class EngineState:
         self.attached.close_others(opening)
 
     def _begin_step(self) -> None:
+        self.recover()
         self._warn_of_torn_values()
         self.sharded.rank_facts.note_step()
         self.sharded.hooks.scopes.begin_step()

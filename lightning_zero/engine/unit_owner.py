@@ -123,6 +123,7 @@ class UnitOwner:
     def refuse_step(self, param: nn.Parameter, optimizer: Optimizer) -> None:
         """Refuse that an unattached optimizer steps the gradient of ``param``."""
         if self._state.module is not None:  # else the engine is closed
+            self._state.recover()
             self._state.attached.refuse_step(param, self._state.param_index.of(param), optimizer)
 
 

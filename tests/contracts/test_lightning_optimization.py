@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,112 @@ def overrides(rank: int, world: int) -> None:
 
 def test_overridden_hooks_are_called() -> None:
     run(overrides, WORLD)
+
+
+class Backwards(Sgd):
+    """Uses gradients in an overridden ``backward``."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+        self.use(loss)
+
+    def use(self, loss: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Clips(Backwards):
+    def use(self, loss: Tensor) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class ClipsTwice(Backwards):
+    def use(self, loss: Tensor) -> None:
+        for value in (0.2, 0.1):
+            nn.utils.clip_grad_norm_(self.parameters(), value)
+
+
+class Masks(Backwards):
+    def use(self, loss: Tensor) -> None:
+        for param in self.parameters():
+            assert param.grad is not None
+            param.grad.mul_((torch.arange(param.numel()) % 2).view(param.shape))
+
+
+class AsksWhetherNone(Backwards):
+    def use(self, loss: Tensor) -> None:
+        if all(param.grad is not None for param in self.parameters()):
+            self.last.weight.grad = None
+
+
+class Assigns(Backwards):
+    def use(self, loss: Tensor) -> None:
+        self.first.weight.grad = torch.ones_like(self.first.weight)
+
+
+class StepsTwice(Backwards):
+    def use(self, loss: Tensor) -> None:
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class ReadsOnOne(Backwards):
+    """Only rank 0 looks."""
+
+    def use(self, loss: Tensor) -> None:
+        if self.global_rank == 0:
+            assert self.first.bias.grad is not None
+
+
+class DropsBetween(Backwards):
+    """The optimizer, or the module, drops the gradients of the first of two backwards."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        self.drop()
+        (0.5 * loss).backward()
+        self.use(loss)
+
+    def drop(self) -> None:
+        self.zero_grad()
+
+    def use(self, loss: Tensor) -> None:
+        pass
+
+
+class OptimizerDropsBetween(DropsBetween):
+    def drop(self) -> None:
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+class AddsToRead(DropsBetween):
+    """A backward adds to gradients that were clipped, and the sum is clipped."""
+
+    def drop(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+
+    def use(self, loss: Tensor) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+
+
+def uses_in_backward(rank: int, world: int, makes: Sequence[Callable[[], LightningModule]], every: int = 1) -> None:
+    stages = STAGES if every == 1 else (0, 1)  # micro-batches of one rank, of which DDP shows the sum
+    options = {"max_epochs": 1, "limit_train_batches": 2 * every, "accumulate_grad_batches": every}
+    for make in makes:
+        parity(rank, world, make, atol=1e-6, stages=stages, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "every"),
+    [(one, 1) for one in (Clips, ClipsTwice, Masks, AsksWhetherNone, Assigns, StepsTwice, ReadsOnOne)]
+    + [(one, 2) for one in (Clips, Masks, AsksWhetherNone, ReadsOnOne)],
+)
+def test_gradients_can_be_used_in_an_overridden_backward(make: Callable[[], LightningModule], every: int) -> None:
+    """They were None there, and what the program did with them was lost."""
+    run(uses_in_backward, WORLD, [make], every)
+
+
+@pytest.mark.parametrize("make", [Clips, DropsBetween, OptimizerDropsBetween, AddsToRead])
+def test_gradients_can_be_used_in_an_overridden_backward_on_one_rank(make: Callable[[], LightningModule]) -> None:
+    run(uses_in_backward, 1, [make])
 
 
 class ReadsGradients(Net):

@@ -477,12 +477,17 @@ class BufferGradients:
             if is_plain(params[index]):
                 swap_class(params[index], ReducedParameter)
 
+    def mark_expected(self) -> None:
+        """Let reads of ``grad`` find the gradients of a backward that has not ended, also those of other ranks."""
+        for param in self._spec.params:
+            if param.requires_grad and is_plain(param):
+                swap_class(param, ReducedParameter)
+
     def mark_plain(self) -> None:
-        """Make parameters with a reduced gradient plain for the time of a forward (compilers look at the class)."""
-        params = self._spec.params
-        for index in self._asked_for:
-            if has_class(params[index], ReducedParameter):
-                restore_class(params[index])
+        """Make marked parameters plain for the time of a forward (compilers look at the class)."""
+        for param in self._spec.params:
+            if has_class(param, ReducedParameter):
+                restore_class(param)
 
     @property
     def _asked_for(self) -> set[int]:

@@ -23,6 +23,12 @@ Note [Backwards inside a backward]
     Reentrant checkpointing, and functions of users that do the same, run a backward in the backward, whose end is not
     the end of ours. A nested one is told by the call of a Python function's backward in the stack; the nodes behind
     that function run in the backward around it, where they ask again. All ranks make the same calls.
+
+Note [Gradients used inside explicit]
+    A program whose code runs in ``explicit``, such as ``LightningModule.backward``, may call ``loss.backward()`` any
+    number of times, and their gradients are reduced together at the end. If it uses a gradient in between (reads,
+    assigns or drops it, clips, steps), the backward ends there: it gets the average, and what follows is as in a plain
+    loop, where each ``loss.backward()`` ends itself. A rank that reads nothing ends at the end of ``explicit``.
 """
 
 from __future__ import annotations
@@ -59,6 +65,8 @@ class _Running:
     has_own_pass: bool
     is_end_known: bool = False  # PyTorch calls us at the end
     has_nested_end: bool = False  # one inside it has ended without an error
+    is_ending: bool = False
+    marked_in: int = -1  # the last backward of PyTorch's whose end shows that there are gradients
     reduces: bool = False  # unless it brings nothing
     took_gradient: bool = False
     keeps_units: bool = False  # it builds a graph
@@ -241,6 +249,7 @@ class Backward:
             return
         left.discard(index)
         running.took_gradient = True
+        self._mark_at_end(running)
         self._reducer.before_gradient(unit)
         unit.accumulate(place, index, grad)
         set_raw_grad(param, None)
@@ -249,6 +258,18 @@ class Backward:
             self.give_back_if_passed(unit)
             if unit.is_complete and running.runs_whole_graph:
                 self._order.completed(unit)
+
+    def _mark_at_end(self, running: _Running) -> None:
+        """Let uses of gradients behind PyTorch's backward find them; see Note [Gradients used inside explicit]."""
+        task = torch._C._current_graph_task_id()
+        if running.is_explicit and running.marked_in != task:
+            running.marked_in = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._mark_expected)
+
+    def _mark_expected(self) -> None:
+        for unit in self._units:
+            for buffer in unit.buffers:
+                buffer.gradients.mark_expected()
 
     def give_back_if_passed(self, unit: Unit) -> None:
         """Give a unit back whose gradients, and those of its inputs that it is needed for, have arrived."""
@@ -262,6 +283,7 @@ class Backward:
         running = self._running
         if running is None:
             return
+        running.is_ending = True
         if not running.keeps_units:
             self._give_units_back()
         reduces = self._is_reducing and (running.took_gradient or running.is_explicit) and not running.keeps_units
@@ -285,6 +307,15 @@ class Backward:
                 if not self._passes.in_scope:
                     unit.end_touch()
                 unit.give_back()
+
+    def end_before_use(self) -> None:
+        """End an explicit backward whose gradients the program is about to use, inside of it.
+
+        Collective: all ranks, some of them at the end of ``explicit``.
+        """
+        running = self._running
+        if running is not None and running.is_explicit and running.took_gradient and not running.is_ending:
+            self.end()
 
     def recover(self) -> None:
         """End a backward of which only nested ones have run, abandon one that an error has ended. Outside of it."""

@@ -203,6 +203,11 @@ class Scopes:
         if self.opened_by is not None and not self.opened_by.is_running:
             self.abandon()
 
+    def end_backward(self) -> None:
+        """End a backward whose gradients are about to be used. Collective: all ranks, some of them at its end."""
+        if not in_backward():
+            self._backward.end_before_use()
+
     def abandon(self) -> None:
         """Abandon an interrupted step. No collective."""
         self._saved.end()
