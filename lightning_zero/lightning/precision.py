@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import MixedPrecision as PrecisionConfig
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.engine.optim.methods import may_use_closure, needs_closure
+from lightning_zero.engine.optim.methods import has_pre_hooks, may_use_closure, needs_closure
 from lightning_zero.engine.optim.whole_gradients import Unscaled
 from lightning_zero.option_checks import checked_fields
 
@@ -219,8 +219,9 @@ class ZeroStep(Precision):
         Collective: all ranks.
         """
         engine = self._require_engine()
-        if self._gives_closure(optimizer):
-            if not _does_nothing(closure):
+        is_manual = _does_nothing(closure)
+        if self._gives_closure(optimizer, is_manual=is_manual):
+            if not is_manual:
                 return self._step_with_closure(optimizer, model, closure, **kwargs)
             kwargs["closure"] = do_nothing_closure  # the gradients of manual optimization are there
         closure_result = closure()
@@ -233,10 +234,14 @@ class ZeroStep(Precision):
             self._update_scale(unscaled.has_overflowed)
         return closure_result
 
-    def _gives_closure(self, optimizer: Optimizer) -> bool:
-        """Say whether the optimizer calls the closure itself; with ``16-mixed`` none does, as in Lightning."""
-        is_scaled_by_amp = self.scaler is not None and isinstance(self, MixedPrecision)
-        return needs_closure(optimizer) if is_scaled_by_amp else may_use_closure(optimizer)
+    def _gives_closure(self, optimizer: Optimizer, *, is_manual: bool) -> bool:
+        """Say whether the optimizer calls the closure itself; with ``16-mixed`` none does, as in Lightning.
+
+        Hooks of ``register_step_pre_hook`` run before the backward, because Lightning steps with the closure.
+        """
+        if self.scaler is not None and isinstance(self, MixedPrecision):
+            return needs_closure(optimizer)
+        return may_use_closure(optimizer) or (has_pre_hooks(optimizer) and not is_manual)
 
     def _step_with_closure(
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any

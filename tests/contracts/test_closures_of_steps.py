@@ -154,6 +154,20 @@ class ManualExtra(Manual):
         return Extra(self.parameters())
 
 
+class HooksBefore(Sgd):
+    """Its hook sees the gradients of the step before, and what it makes of them is dropped."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self.halve)
+        return optimizer
+
+    def halve(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
 SCALED = {"precision": "16-true", "atol": 0.01, "stages": (2,), "ours": {"loss_scale": LossScale(init_scale=64.0)}}
 CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "a weight": (ReadsAWeight, {"precision": "bf16-mixed", "atol": 0.05, "stages": (0, 1, 2)}),
@@ -161,6 +175,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "a scale": (Manual, SCALED),
     "no call": (ManualIgnores, SCALED),
     "two closures": (ManualExtra, {"atol": 1e-5, "stages": (1, 3)}),
+    "a hook before": (HooksBefore, {"atol": 1e-6, "stages": (0, 2, 3)}),
     "the end": (Freezes, {"atol": 1e-6, "stages": (0, 2)}),
 }
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_zero.engine.buffers.parameter import WatchedParameter, has_class, swap_class, unwatch, watch
 from lightning_zero.engine.buffers.segment_parameter import SegmentParameter
@@ -29,6 +30,7 @@ __all__ = [
     "MethodCalls",
     "RunningStep",
     "defines_zero_grad",
+    "has_pre_hooks",
     "keeps_states_plain",
     "may_use_closure",
     "methods_on_segments",
@@ -58,6 +60,12 @@ def may_use_closure(optimizer: Optimizer) -> bool:
         return needs_closure(optimizer)
     options = inspect.signature(optimizer.step).parameters
     return "closure" in options or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in options.values())
+
+
+def has_pre_hooks(optimizer: Optimizer) -> bool:
+    """Say whether the program has hooks that run before a step, in front of its closure."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()]
+    return not all(getattr(hook, "__module__", "").startswith("lightning_zero.engine.") for hook in hooks)
 
 
 def keeps_states_plain(frame: FrameType | None, optimizer: Optimizer) -> bool:

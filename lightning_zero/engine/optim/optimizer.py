@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import STEP_USE
@@ -31,6 +31,7 @@ from lightning_zero.engine.optim.methods import (
     MethodCalls,
     RunningStep,
     defines_zero_grad,
+    has_pre_hooks,
     keeps_states_plain,
     methods_on_segments,
 )
@@ -289,10 +290,9 @@ class ShardedOptimizer:
 
     def _is_alone(self) -> bool:
         """Say whether the engine steps all that has a gradient, and nobody else is called in the step."""
-        hooks = [*self.optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()]
         return (
             self._flat_step is not None
-            and all(getattr(hook, "__module__", "").startswith("lightning_zero.engine.") for hook in hooks)
+            and not has_pre_hooks(self.optimizer)
             and self._is_last()
             and all(self._flat_step.steps_all(self._left_to_step(group)) for group in self.optimizer.param_groups)
         )

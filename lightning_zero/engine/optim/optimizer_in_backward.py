@@ -119,7 +119,10 @@ class OptimizerInBackward(ShardedOptimizer):
         return {**group, "params": params}
 
     def _check_closure(self) -> None:
-        raise ValueError("`step(closure)` may call backward several times, which `step='backward'` excludes.")
+        raise ValueError(
+            "`step(closure)` may call backward several times, which `step='backward'` excludes. A Trainer calls it for"
+            " optimizers with a step of their own, and for those with hooks of `register_step_pre_hook`."
+        )
 
     def _prepare_window(self) -> None:
         super()._prepare_window()
