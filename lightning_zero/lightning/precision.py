@@ -9,11 +9,12 @@ Note [Four classes]
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -53,7 +54,8 @@ class LossScale:
     """The rule of the loss scale, which keeps small fp16 gradients from vanishing.
 
     Args:
-        init_scale: Factor of the first step.
+        init_scale: Factor of the first step. With ``16-true`` no dynamic factor is above 32768, because it is the
+            gradient of the loss, which is in fp16 there.
         window: The factor doubles after ``window + 1`` steps without overflow, then after every further ``window``.
         hysteresis: Overflows that are forgiven before the factor is halved: the ``hysteresis``-th halves it. They are
             refilled when the factor doubles.
@@ -89,11 +91,17 @@ class LossScaler:
 
     ``update`` is called once per optimizer step that has gradients on some rank, on every rank and with the same
     argument, so the factor is the same on every rank without communication, also on those of other pipeline stages.
+
+    Args:
+        config: The rule.
+        max_scale: The largest dynamic factor.
     """
 
-    def __init__(self, config: LossScale | None = None) -> None:
+    def __init__(self, config: LossScale | None = None, max_scale: float = math.inf) -> None:
         self.config = config or LossScale()
-        self.scale: float = self.config.init_scale if self.config.static is None else self.config.static
+        self.max_scale = max_scale
+        is_dynamic = self.config.static is None
+        self.scale: float = min(self.config.init_scale, max_scale) if is_dynamic else self.config.static
         self.hysteresis = self.config.hysteresis  # overflows left, the last of which halves the scale
         self.steps = 0  # calls of `update`
         self.last_overflow = -1  # the step of the last overflow
@@ -139,7 +147,7 @@ class LossScaler:
             self.hysteresis = self.config.hysteresis
         good_steps = self.steps - self.last_overflow - 1
         if good_steps > 0 and good_steps % self.config.window == 0:
-            self.scale *= 2
+            self.scale = min(self.scale * 2, self.max_scale)
             self.hysteresis = self.config.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +176,7 @@ class LossScaler:
         """Go on from ``state_dict`` of this class, or from the factor that a ``GradScaler`` has saved."""
         if self.config.static is not None:
             return
-        self.scale = max(float(state["scale"]), self.config.min_scale)
+        self.scale = min(max(float(state["scale"]), self.config.min_scale), self.max_scale)
         self.hysteresis = int(state.get("hysteresis", self.config.hysteresis))
         self.steps = int(state.get("steps", 0))
         self.last_overflow = int(state.get("last_overflow", -1))
@@ -178,6 +186,9 @@ class LossScaler:
 class ZeroStep(Precision):
     """The order of an optimizer step over shards. Mixed into each plugin below.
 
+    Attributes:
+        max_scale: The largest dynamic loss scale.
+
     Call protocol:
         1. The strategy sets ``engine`` when it has sharded the module, and ``scaler`` if the loss is scaled.
         2. ``pre_backward`` scales the loss.
@@ -186,6 +197,8 @@ class ZeroStep(Precision):
         4. ``clip_gradients`` may come before 3 (manual optimization).
     """
 
+    max_scale: ClassVar[float] = math.inf
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.engine: ZeroEngine | None = None
@@ -193,6 +206,10 @@ class ZeroStep(Precision):
         self.grad_norm: Tensor | None = None  # norm that the last clipping has computed
         self.around_hooks: Callable[[], AbstractContextManager[None]] = nullcontext
         self._in_step: Optimizer | None = None  # whose step runs its hooks; its gradients are unscaled
+
+    def scale_loss(self, rule: LossScale | None) -> None:
+        """Scale the loss from now on; None is the default rule."""
+        self.scaler = LossScaler(rule, self.max_scale)
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss and call ``on_before_backward``."""
@@ -389,7 +406,7 @@ class ZeroMixedPrecision(ZeroStep, MixedPrecision):  # type: ignore[misc]
         super().__init__("bf16-mixed", device)  # with "16-mixed" the base makes a scaler that nothing would use
         self.precision = precision
         if precision == "16-mixed":
-            self.scaler = LossScaler(loss_scale)
+            self.scale_loss(loss_scale)
 
 
 class ZeroHalfPrecision(ZeroStep, HalfPrecision):
@@ -399,10 +416,12 @@ class ZeroHalfPrecision(ZeroStep, HalfPrecision):
         precision: ``"16-true"`` scales the loss, ``"bf16-true"`` does not.
     """
 
+    max_scale: ClassVar[float] = 2.0**15  # the largest power of two of fp16
+
     def __init__(self, precision: Literal["bf16-true", "16-true"] = "16-true") -> None:
         super().__init__(precision)
         if precision == "16-true":
-            self.scaler = LossScaler()
+            self.scale_loss(None)
 
 
 class ZeroDoublePrecision(ZeroStep, DoublePrecision):

@@ -56,7 +56,7 @@ from lightning_zero.lightning.layer_costs import layer_costs
 from lightning_zero.lightning.loader_states import note_loader_states, remake_loaders
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
 from lightning_zero.lightning.places import Places, buffer_places_of, convert_buffers, places_of
-from lightning_zero.lightning.precision import LossScale, LossScaler, ZeroPrecision, ZeroStep, adopt, engine_precision
+from lightning_zero.lightning.precision import LossScale, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks, tell_before_callbacks
 from lightning_zero.lightning.sample_counts import count_samples_once
 from lightning_zero.lightning.schedules import prepare_schedules
@@ -307,7 +307,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.loss_scale = self.imported.loss_scale(precision_plugin)
         plugin = None if precision_plugin is None else adopt(precision_plugin)
         if plugin is not None and self.loss_scale is not None and plugin.precision in ("16-mixed", "16-true"):
-            plugin.scaler = LossScaler(self.loss_scale)
+            plugin.scale_loss(self.loss_scale)
         self._precision_plugin = plugin
 
     def connect(self, model: pl.LightningModule) -> None:

@@ -175,6 +175,22 @@ def test_ddp_goes_on_with_the_loss_scale(static: float | None) -> None:
         assert stock.get_scale() == ours.scaler.scale, number
 
 
+def test_no_dynamic_scale_of_a_loss_in_fp16_is_above_its_range() -> None:
+    """The default of 65536 is infinite in fp16, so the first steps, and those behind each doubling, were skipped."""
+    plugin = ZeroHalfPrecision("16-true")
+    for rule in (None, LossScale(window=1), LossScale(init_scale=2.0**20)):
+        plugin.scale_loss(rule)
+        assert plugin.scaler is not None
+        for _ in range(5):
+            plugin.scaler.update(overflow=False)
+        assert plugin.scaler.scale == 32768
+    plugin.load_state_dict({"scale": 65536.0})
+    assert plugin.get_scale() == 32768
+    plugin.scale_loss(LossScale(static=65536.0))  # refused with a loss in fp16
+    assert plugin.get_scale() == 65536
+    assert ZeroMixedPrecision("16-mixed").get_scale() == 65536
+
+
 def test_skipped_steps_are_counted() -> None:
     scaler = LossScaler(LossScale(static=4.0))
     for step in "x.xx":
