@@ -468,8 +468,9 @@ def _does_nothing(closure: Callable[[], Any]) -> bool:
 
 def _loss_scale_of(scaler: torch.amp.GradScaler) -> LossScale:
     """Translate a ``GradScaler`` that the user gave; one with the defaults becomes our defaults."""
-    if not scaler.is_enabled():
-        return LossScale()
+    if not scaler.is_enabled():  # by the user, or because there is no such device
+        has_device = scaler._device != "cuda" or torch.cuda.is_available()
+        return LossScale(static=1.0) if has_device else LossScale()
     given = (scaler._init_scale, scaler._growth_interval, scaler._growth_factor, scaler._backoff_factor)
     if given == (2.0**16, 2000, 2.0, 0.5):
         return LossScale()

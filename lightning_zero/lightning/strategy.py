@@ -307,6 +307,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.loss_scale = self.imported.loss_scale(precision_plugin)
         plugin = None if precision_plugin is None else adopt(precision_plugin)
         if plugin is not None and self.loss_scale is not None and plugin.precision in ("16-mixed", "16-true"):
+            if plugin.scaler is not None and plugin.scaler.config not in (LossScale(), self.loss_scale):
+                raise ValueError(
+                    f"`{type(plugin).__name__}` has the rule {plugin.scaler.config} for the loss scale, and"
+                    f" `ZeroStrategy(loss_scale=...)` another one, {self.loss_scale}. Leave one of the two out."
+                )
             plugin.scale_loss(self.loss_scale)
         self._precision_plugin = plugin
 

@@ -26,6 +26,7 @@ from lightning_zero.lightning.precision import (
     adopt,
     engine_precision,
 )
+from lightning_zero.lightning.strategy import ZeroStrategy
 
 GOOD, OVERFLOW = ".", "x"
 
@@ -271,8 +272,19 @@ def test_settings_of_a_given_grad_scaler_are_honoured_or_refused() -> None:
     scaler = adopt(given).scaler
     assert scaler is not None
     assert (scaler.scale, scaler.config.window, scaler.config.hysteresis) == (8.0, 5, 1)
+    given = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
+    assert adopt(given).get_scale() == 1.0
     with pytest.raises(ValueError, match="growth_factor=4.0"):
         adopt(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_factor=4.0)))
+
+
+def test_two_rules_of_the_loss_scale_are_refused() -> None:
+    strategy = ZeroStrategy(loss_scale=LossScale(init_scale=4.0))
+    with pytest.raises(ValueError, match="init_scale=8.0.* and `ZeroStrategy.loss_scale=.*init_scale=4.0.*Leave one"):
+        strategy.precision_plugin = ZeroMixedPrecision("16-mixed", "cpu", LossScale(init_scale=8.0))
+    for plugin in (ZeroMixedPrecision("16-mixed", "cpu"), ZeroMixedPrecision("16-mixed", "cpu", strategy.loss_scale)):
+        strategy.precision_plugin = plugin
+        assert plugin.get_scale() == 4.0
 
 
 def test_plugin_that_cannot_work_on_shards_is_refused_with_the_choices() -> None:
