@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, NoReturn, cast
 
 import lightning.pytorch as pl
 import torch
@@ -112,12 +112,15 @@ class LossScaler:
         """Return the factor (as ``torch.amp.GradScaler`` does)."""
         return self.scale
 
-    def update(self, overflow: bool) -> None:
+    def update(self, overflow: bool | None = None) -> None:
         """Account for one step.
 
         Raises:
+            TypeError: It is called as that of a ``GradScaler`` is.
             RuntimeError: Overflow at the lowest scale, or in every step of a window at a fixed one.
         """
+        if not isinstance(overflow, bool):
+            _refuse_call("update", "The scale follows `ZeroStrategy(loss_scale=...)`: leave the call out.")
         if overflow:
             self.skipped += 1
         self._in_a_row = self._in_a_row + 1 if overflow else 0
@@ -129,6 +132,14 @@ class LossScaler:
                 " nothing was trained. Use a smaller `LossScale(static=...)`, `static=None`, or precision='bf16-mixed'."
             )
         self.steps += 1
+
+    def unscale_(self, *_: Any) -> NoReturn:
+        """Refuse a call of ``GradScaler``."""
+        _refuse_call("unscale_", "`self.clip_gradients(...)` unscales them: use it, or `on_before_optimizer_step`.")
+
+    def step(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a call of ``GradScaler``."""
+        _refuse_call("step", "Use `self.optimizers().step()`, which unscales the gradients and skips overflows.")
 
     def _after_overflow(self) -> None:
         self.last_overflow = self.steps
@@ -181,6 +192,18 @@ class LossScaler:
         self.steps = int(state.get("steps", 0))
         self.last_overflow = int(state.get("last_overflow", -1))
         self.skipped = int(state.get("skipped", 0))
+
+
+def _refuse_call(method: str, remedy: str) -> NoReturn:
+    """Refuse a call of ``GradScaler``, by which a program would scale on its own.
+
+    Raises:
+        TypeError: Always.
+    """
+    raise TypeError(
+        f"`scaler.{method}` is called as that of a `torch.amp.GradScaler`, but the strategy scales losses and"
+        f" gradients. {remedy} `self.manual_backward(loss)` scales the loss."
+    )
 
 
 class ZeroStep(Precision):

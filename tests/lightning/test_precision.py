@@ -287,6 +287,17 @@ def test_two_rules_of_the_loss_scale_are_refused() -> None:
         assert plugin.get_scale() == 4.0
 
 
+def test_calls_of_a_grad_scaler_name_what_to_use() -> None:
+    scaler: Any = LossScaler()
+    with pytest.raises(TypeError, match="`scaler.unscale_` is called .*`self.clip_gradients"):
+        scaler.unscale_(object())
+    with pytest.raises(TypeError, match=r"`scaler.step` is called .*`self.optimizers\(\).step"):
+        scaler.step(object())
+    for arguments in ((), (512.0,)):
+        with pytest.raises(TypeError, match="`scaler.update` is called .*leave the call out.*`self.manual_backward"):
+            scaler.update(*arguments)
+
+
 def test_plugin_that_cannot_work_on_shards_is_refused_with_the_choices() -> None:
     class Own(Precision):
         pass
