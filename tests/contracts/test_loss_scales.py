@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero import ZeroEngine
 from lightning_zero.config import Pipeline
 from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy
@@ -126,6 +127,36 @@ def _check(rank: int, world: int, name: str, stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("stages", sample([(0, 2), (1, 3)], (0, 2)), ids=str)
 def test_a_gradient_is_divided_by_the_scale_of_its_loss_once(name: str, stages: tuple[int, ...]) -> None:
     run(_check, 2, name, stages)
+
+
+def _freeze(rank: int, world: int, stage: int) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    engine = ZeroEngine(stage=stage)  # type: ignore[arg-type]
+    engine.shard(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine.attach(optimizer)
+    steps = engine.internals.steps
+
+    def backward(scale: float) -> None:
+        loss = scale * module(torch.ones(1, 2)).sum()
+        with steps.scaled(scale), engine.backward_scope():
+            loss.backward()
+
+    with engine.microbatch(last=False):
+        backward(4.0)
+    module[1].bias.requires_grad_(False)
+    backward(8.0)
+    steps.unscale(optimizer, 8.0)
+    for param, num_micro_batches in ((module[0].bias, 2), (module[1].bias, 1)):
+        grad = engine.full_grad(param)
+        assert grad is not None
+        one = engine.full_param(module[1].weight).sum(0) if param is module[0].bias else torch.ones(2)
+        torch.testing.assert_close(grad, num_micro_batches * one)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_gradient_that_waits_is_divided_by_the_scale_of_its_loss_though_its_parameter_is_frozen(stage: int) -> None:
+    run(_freeze, 1, stage)
 
 
 class CarefulHalf(Net):

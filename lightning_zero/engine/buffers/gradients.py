@@ -116,11 +116,11 @@ class BufferGradients:
             self.assigned.brought[index] = weakref.ref(grad), grad._version
 
     def _rescale(self) -> None:
-        """Bring earlier gradients to the loss scale of this backward, which adds to them."""
+        """Bring earlier gradients to the loss scale of this backward, which adds to them or reduces them."""
         if not self.scales.is_begun:
             return
         params = self._spec.params
-        there = [index for index in self.has_grad | self.sums.slots if params[index].requires_grad]
+        there = self.sums.slots | {index for index in self.has_grad if params[index].requires_grad}
         for factor, indices in self.scales.changes(there).items():
             multiply = partial(torch.Tensor.mul_, other=factor)
             with torch.inference_mode(False), torch.no_grad():
