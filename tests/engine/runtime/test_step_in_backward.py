@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -269,6 +270,12 @@ def test_a_fit_with_validation_steps_in_the_backward(stage: int) -> None:
     worlds.run(_validate, 2, stage)
 
 
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+
 def _fit(rank: int, world: int) -> None:
     plain = trainer(rank, world, ZeroStrategy(stage=2))
     plain.fit(seeded(Net), loader(rank, world))
@@ -279,6 +286,8 @@ def _fit(rank: int, world: int) -> None:
     refused: list[tuple[type[Net], dict[str, Any], str]] = [
         (Net, {"gradient_clip_val": 0.5}, "`gradient_clip_val=0.5`"),
         (Net, {"accumulate_grad_batches": 2}, "`accumulate_grad_batches=2`"),
+        (Net, {"callbacks": GradientAccumulationScheduler({1: 4})}, "`GradientAccumulationScheduler`"),
+        (Normed, {"callbacks": StochasticWeightAveraging(0.1)}, "`StochasticWeightAveraging` of a module with batch"),
         (Net, {"precision": "16-true"}, "precision='16-true'"),
         (Watches, {}, "an overridden `on_before_optimizer_step`"),
     ]
