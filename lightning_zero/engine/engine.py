@@ -311,7 +311,7 @@ class ZeroEngine:
             yield
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm of the reduced gradients of one optimizer, or of all parameters: () fp32.
+        """Return the norm of the reduced gradients of one optimizer, or of all parameters: () fp32, or fp64.
 
         Collective: all ranks, after backward.
         """

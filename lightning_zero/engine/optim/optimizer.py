@@ -355,6 +355,7 @@ class ShardedOptimizer:
         for buffer, index in self.places:
             if buffer.gradients.is_waiting and index in buffer.gradients.waiting:
                 is_frozen = not any(param.requires_grad for param in buffer.params)
+                is_average = index in buffer.gradients.has_grad and index not in buffer.gradients.sums.slots
                 raise RuntimeError(
                     f"`optimizer.step()` was called while the gradient of `{buffer.layout.slots[index].name}` waits on"
                     " every rank for the last micro-batch, and is not averaged. "
@@ -362,6 +363,9 @@ class ShardedOptimizer:
                         f"All parameters of `{buffer.name}` were frozen (`requires_grad_(False)`) before it: freeze"
                         " them behind a step."
                         if is_frozen
+                        else f"It waits with those of other parameters of unit `{buffer.name}`, whose micro-batches"
+                        " came behind its own last one. Call this step before the first of them, or use stage 2 or 3."
+                        if is_average
                         else "Run the last backward before a step inside `microbatch(last=True)`, or outside."
                     )
                 )

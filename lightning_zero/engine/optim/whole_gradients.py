@@ -63,8 +63,9 @@ class WholeGradients:
         compare_assigned((buffer.window for buffer in buffers), self.communicator)
 
     def norm(self, places: Iterable[BufferSlot], order: float = 2.0) -> torch.Tensor:
-        """Return the norm of the gradients at ``places``: () fp32. Collective: all ranks."""
+        """Return the norm of the gradients at ``places``: () fp32, fp64 if one is. Collective: all ranks."""
         places = list(places)
+        has_double = any(buffer.values.stepped.dtype == torch.float64 for buffer, _ in by_buffer(places))
         self._take(places)
         is_sharded = any(buffer.own_range.is_shard for buffer, _ in places)
         parts = self._parts
@@ -72,14 +73,15 @@ class WholeGradients:
             places = [(buffer, index) for buffer, index in places if parts.is_counted_here(buffer.params[index])]
         norms = [norm for buffer, indices in by_buffer(places) for norm in _norms(buffer, indices, order)]
         norm = norm_of_norms(norms, order, self.communicator if is_sharded else None)
-        return (norm if parts is None else parts.combine_norms(norm.to(self.communicator.device), order)).float()
+        norm = norm if parts is None else parts.combine_norms(norm.to(self.communicator.device), order)
+        return norm.to(torch.float64 if has_double else torch.float32)
 
     def scale(self, places: Iterable[BufferSlot], factor: torch.Tensor, *, in_step: bool) -> None:
         """Multiply the gradients: in the step where that is one pass over them less, else at once.
 
         Args:
             places: Of the parameters.
-            factor: () fp32.
+            factor: () fp32 or fp64.
             in_step: The step takes factors.
         """
         factors: dict[torch.device, torch.Tensor] = {}  # the host waits once for those that it multiplies with
@@ -89,7 +91,7 @@ class WholeGradients:
                 factors[home] = factor.to(home)
             buffer.window.show_again()
             buffer.gradients.assigned.change(indices, lambda source: source.mul_(factor.to(source)))
-            if not in_step or not buffer.window.scale_later(indices, factors[home]):
+            if not in_step or not buffer.window.scale_later(indices, factors[home].float()):
                 for grad in _pieces(buffer, indices, buffer.gradients.for_writing()):
                     grad.mul_(factors[home].to(grad))
                 buffer.gradients.clear_padding()

@@ -35,6 +35,46 @@ def _engine(stage: int, **options: Any) -> tuple[ZeroEngine, nn.Module]:
     return engine, engine.shard(TinyGPT())
 
 
+def _double(rank: int, world: int, stage: int) -> None:
+    worlds.seed()
+    module, engine = nn.Linear(3, 2).double(), ZeroEngine(stage)
+    plain = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine.shard(module)
+    engine.attach(optimizer)
+    for one in (plain, module):
+        one(torch.full((1, 3), 1 / 3, dtype=torch.float64)).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = engine.clip_grad_norm(optimizer, 0.1)
+    torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0.0)
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(engine.full_grad(mine), theirs.grad, rtol=1e-14, atol=0.0)
+
+
+@stages
+def test_gradients_in_double_are_clipped_by_a_factor_in_double(stage: int) -> None:
+    worlds.run(_double, 2, stage)
+
+
+def _waits_with_others(rank: int, world: int) -> None:
+    module, engine = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)), ZeroEngine(1, units=[])
+    engine.shard(module)
+    first, second = (torch.optim.SGD(one.parameters(), lr=0.1) for one in module)
+    engine.attach(first, second)
+    module[1].requires_grad_(False)
+    module(torch.ones(1, 2)).sum().backward()
+    module.requires_grad_(True)
+    module[0].requires_grad_(False)
+    with engine.microbatch(last=False):
+        module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="waits with those of other parameters of unit .*Call this step before"):
+        first.step()
+
+
+def test_a_step_that_comes_behind_micro_batches_of_others_names_the_order() -> None:
+    worlds.run(_waits_with_others, 1)
+
+
 def _backward(engine: ZeroEngine, module: nn.Module, rank: int, step: int = 0) -> None:
     token_loss(module, rank, step).backward()
 
