@@ -35,7 +35,8 @@ class ZeroMonitor(Callback):
     Scalars, with the units in their names: ``memory/{parameters,gradients,optimizer,gathered,gathered_peak,other}_GiB``
     on rank 0, on a GPU ``memory/peak_GiB``; ``traffic/<collective>_MiB`` that rank 0 sent per step; ``time/step_s``,
     and of it ``time/wait_s``, for which rank 0 waited for others, and ``time/{data,forward,backward,optimizer}_s``;
-    ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm`` and ``loss_scale`` where there are any. In a
+    ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm`` (``grad_norm/<number>`` of each optimizer where
+    there are several, with the option) and ``loss_scale`` where there are any. In a
     pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share``, and no phases. With other
     strategies memory, traffic and waiting are left out.
 
@@ -44,7 +45,7 @@ class ZeroMonitor(Callback):
             with two or more dimensions.
         grad_norm: Log the norm of the gradients also where nothing is clipped (one more pass over the gradients).
             ``"units"``: those of each unit as well, as ``grad_norm/<unit>`` (a collective per unit); not with
-            ``pipeline``.
+            ``pipeline``, and not with several optimizers.
         forecast: File that ``python -m lightning_zero estimate --json=true`` has written: its peak is logged as
             ``memory/forecast_peak_GiB``, beside the measured one.
         flops: Count the floating-point operations of the model in the first step, which is slower for it, and log what
@@ -89,7 +90,7 @@ class ZeroMonitor(Callback):
         """Start counting.
 
         Raises:
-            ValueError: Norms of units are wanted in a pipeline.
+            ValueError: Norms of units are wanted in a pipeline, or with several optimizers.
         """
         if not trainer.loggers:
             rank_zero_warn(
@@ -107,6 +108,11 @@ class ZeroMonitor(Callback):
             raise ValueError(
                 "`ZeroMonitor(grad_norm='units')` does not work with `pipeline`: stages have different units. Use"
                 " `grad_norm=True`."
+            )
+        if self.grad_norm == "units" and len(trainer.optimizers) > 1:
+            raise ValueError(
+                "`ZeroMonitor(grad_norm='units')` does not work with several optimizers: a unit may have parameters of"
+                " each. Use `grad_norm=True`."
             )
         self._phases = Phases(strategy.root_device) if pl_module.automatic_optimization and not has_pipeline else None
         self._begin("data")
@@ -143,9 +149,12 @@ class ZeroMonitor(Callback):
     ) -> None:
         """Compute the norm of the gradients that the next row shows. Collective: all ranks."""
         strategy = trainer.strategy
-        is_next = self._is_due(trainer, trainer.global_step + 1 - self._logged_step)
+        optimizers = trainer.optimizers
+        is_next = self._is_due(trainer, trainer.global_step + len(optimizers) - self._logged_step)
         if self.grad_norm and is_next and isinstance(strategy, ZeroStrategy):
-            self._norms = {"grad_norm": float(strategy.grad_norm())}
+            number = next(place for place, one in enumerate(optimizers) if one is optimizer)
+            name = "grad_norm" if len(optimizers) == 1 else f"grad_norm/{number}"
+            self._norms[name] = float(strategy.grad_norm(optimizer))
             if self.grad_norm == "units":
                 norms = strategy.engine.unit_grad_norms()
                 self._norms |= {f"grad_norm/{name}": float(norm) for name, norm in norms.items()}
@@ -211,8 +220,9 @@ class ZeroMonitor(Callback):
         row: dict[str, float] = {}
         norms, self._norms = self._norms, {}
         if isinstance(plugin, ZeroStep):
-            if not norms and plugin.grad_norm is not None:
-                norms = {"grad_norm": float(plugin.grad_norm)}
+            clipped, plugin.grad_norm = plugin.grad_norm, None
+            if not norms and clipped is not None:
+                norms = {"grad_norm": float(clipped)}
             if plugin.scaler is not None:
                 row |= {"loss_scale": plugin.scaler.scale, "skipped_steps": float(plugin.scaler.skipped)}
         return {**row, **norms}

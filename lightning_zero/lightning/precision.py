@@ -100,8 +100,9 @@ class LossScaler:
     def __init__(self, config: LossScale | None = None, max_scale: float = math.inf) -> None:
         self.config = config or LossScale()
         self.max_scale = max_scale
-        is_dynamic = self.config.static is None
-        self.scale: float = min(self.config.init_scale, max_scale) if is_dynamic else self.config.static
+        self.scale: float = min(self.config.init_scale, max_scale)
+        if self.config.static is not None:
+            self.scale = self.config.static
         self.hysteresis = self.config.hysteresis  # overflows left, the last of which halves the scale
         self.steps = 0  # calls of `update`
         self.last_overflow = -1  # the step of the last overflow

@@ -64,6 +64,61 @@ def test_monitor_writes_a_row_per_interval(stage: int, tmp_path: Path) -> None:
     assert written[1]["traffic/reduce_scatter_MiB"] == written[2]["traffic/reduce_scatter_MiB"]
 
 
+class ClipsOne(Net):
+    """Steps by hand; the gradients of one optimizer are clipped in the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.norms: list[tuple[float, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        body = [*self.first.parameters(), *self.blocks.parameters()]
+        return [torch.optim.SGD(params, lr=0.1) for params in (body, list(self.last.parameters()))]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        strategy: Any = self.trainer.strategy
+        body, head = (float(strategy.grad_norm(optimizer)) for optimizer in optimizers)
+        self.norms.append((body, head))
+        if batch_idx == 0:
+            self.clip_gradients(optimizers[0], gradient_clip_val=100.0, gradient_clip_algorithm="norm")
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def norms_of_two(rank: int, world: int, folder: str, grad_norm: Any) -> list[tuple[float, float]]:
+    module = ClipsOne()
+    trainer(
+        rank, world, 1, max_epochs=1, callbacks=ZeroMonitor(grad_norm=grad_norm), logger=CSVLogger(folder),
+        log_every_n_steps=1,
+    ).fit(module, loader(rank, world))  # fmt: skip
+    return module.norms
+
+
+def test_norms_of_several_optimizers_are_logged_one_by_one(tmp_path: Path) -> None:
+    norms = run(norms_of_two, 1, str(tmp_path), True)[0]
+    for row, (body, head) in zip(rows(tmp_path), norms, strict=True):
+        assert float(row["grad_norm/0"]) == pytest.approx(body, rel=1e-5)
+        assert float(row["grad_norm/1"]) == pytest.approx(head, rel=1e-5)
+        assert "grad_norm" not in row
+
+
+def test_a_norm_that_clipping_has_computed_is_logged_once(tmp_path: Path) -> None:
+    norms = run(norms_of_two, 1, str(tmp_path), False)[0]
+    written = [row.get("grad_norm") for row in rows(tmp_path)]
+    assert float(written[0] or 0) == pytest.approx(norms[0][0], rel=1e-5)
+    assert not any(written[1:])
+
+
+def test_norms_of_units_are_refused_with_several_optimizers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not work with several optimizers"):
+        run(norms_of_two, 1, str(tmp_path), "units")
+
+
 def unlogged(rank: int, world: int, folder: str) -> None:
     fitted = trainer(
         rank, world, 1, max_epochs=1, callbacks=ZeroMonitor(grad_norm=True), logger=CSVLogger(folder),
