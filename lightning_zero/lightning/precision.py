@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NoReturn, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -493,7 +494,7 @@ def _does_nothing(closure: Callable[[], Any]) -> bool:
 def _loss_scale_of(scaler: torch.amp.GradScaler) -> LossScale:
     """Translate a ``GradScaler`` that the user gave; one with the defaults becomes our defaults."""
     if not scaler.is_enabled():  # by the user, or because there is no such device
-        has_device = scaler._device != "cuda" or torch.cuda.is_available()
+        has_device = scaler._device != "cuda" or CUDAAccelerator.is_available()
         return LossScale(static=1.0) if has_device else LossScale()
     given = (scaler._init_scale, scaler._growth_interval, scaler._growth_factor, scaler._backoff_factor)
     if given == (2.0**16, 2000, 2.0, 0.5):
