@@ -96,9 +96,13 @@ class StepControl:
     # -- Backwards -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def backward_scope(self) -> Iterator[None]:
-        """Run a backward in which every rank reduces, also one whose loss uses no parameter. Collective: all ranks."""
-        with self._state.sharded.hooks.scopes.backward():
+    def backward_scope(self, *, shows_gradients: bool = True) -> Iterator[None]:
+        """Run a backward in which every rank reduces, also one whose loss uses no parameter. Collective: all ranks.
+
+        Args:
+            shows_gradients: Code of the program runs in it, which may use gradients.
+        """
+        with self._state.sharded.hooks.scopes.backward(shows_gradients=shows_gradients):
             yield
 
     @contextmanager

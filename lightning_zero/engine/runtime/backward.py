@@ -65,6 +65,7 @@ class _Running:
     has_own_pass: bool
     is_end_known: bool = False  # PyTorch calls us at the end
     has_nested_end: bool = False  # one inside it has ended without an error
+    shows_gradients: bool = False  # code of the program is around it
     is_ending: bool = False
     marked_in: int = -1  # the last backward of PyTorch's whose end shows that there are gradients
     reduces: bool = False  # unless it brings nothing
@@ -116,10 +117,15 @@ class Backward:
         return self._running is not None and self._running.keeps_units
 
     @contextmanager
-    def explicit(self) -> Iterator[None]:
-        """Run a backward whose reductions every rank makes, also one that has nothing to reduce."""
+    def explicit(self, *, shows_gradients: bool) -> Iterator[None]:
+        """Run a backward whose reductions every rank makes, also one that has nothing to reduce.
+
+        Args:
+            shows_gradients: Code of the program runs in it, which may use gradients.
+        """
         try:
-            self.arm(is_explicit=True).is_explicit = True
+            running = self.arm(is_explicit=True)
+            running.is_explicit, running.shows_gradients = True, shows_gradients
             yield
             self.end()
         except BaseException:
@@ -262,7 +268,7 @@ class Backward:
     def _mark_at_end(self, running: _Running) -> None:
         """Let uses of gradients behind PyTorch's backward find them; see Note [Gradients used inside explicit]."""
         task = torch._C._current_graph_task_id()
-        if running.is_explicit and running.marked_in != task:
+        if running.shows_gradients and running.marked_in != task:
             running.marked_in = task
             torch.autograd.Variable._execution_engine.queue_callback(self._mark_expected)
 
@@ -314,7 +320,7 @@ class Backward:
         Collective: all ranks, some of them at the end of ``explicit``.
         """
         running = self._running
-        if running is not None and running.is_explicit and running.took_gradient and not running.is_ending:
+        if running is not None and running.shows_gradients and running.took_gradient and not running.is_ending:
             self.end()
 
     def recover(self) -> None:

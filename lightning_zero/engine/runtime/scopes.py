@@ -145,11 +145,15 @@ class Scopes:
         self.opened_by = None
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run a backward whose reductions every rank makes, also one that has nothing to reduce."""
+    def backward(self, *, shows_gradients: bool) -> Iterator[None]:
+        """Run a backward whose reductions every rank makes, also one that has nothing to reduce.
+
+        Args:
+            shows_gradients: Code of the program runs in it, which may use gradients.
+        """
         self.recover()
         try:
-            with self._backward.explicit():
+            with self._backward.explicit(shows_gradients=shows_gradients):
                 yield
         except BaseException as error:
             self._dtypes.explain(error)

@@ -63,8 +63,8 @@ class Stepper(Protocol):
         """Run a micro-batch; the last one reduces."""
         ...
 
-    def backward_scope(self) -> AbstractContextManager[None]:
-        """Run a backward."""
+    def backward_scope(self, *, shows_gradients: bool) -> AbstractContextManager[None]:
+        """Run a backward, in which code of the program may use gradients or none runs."""
         ...
 
     def has_hooks_of_program(self, param: nn.Parameter) -> bool:
@@ -596,7 +596,7 @@ class PipelineRunner(Generic[Step]):
             self._stage.logging.backward(chunk, index),
             self._engine.part(f"chunk {chunk}, {action.kind}"),  # one half of a backward meets, the other does not
             self._engine.microbatch(microbatch),
-            self._engine.backward_scope(),
+            self._engine.backward_scope(shows_gradients=False),
         ):
             if action.kind == "backward_weight":
                 assert self._weights is not None
