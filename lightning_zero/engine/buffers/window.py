@@ -208,6 +208,13 @@ class BufferWindow:
         if has_class(param, ReducedParameter):
             restore_class(param)
 
+    def mark_again(self, index: int) -> None:
+        """Undo ``strip``: the program looks at an entered parameter and its gradient."""
+        self._let_grad_be_written(index)
+        grad = raw_grad(self._spec.params[index])
+        if type(grad) is torch.Tensor and self._spec.sharding.optim:
+            grad.__class__ = self._class_of(index)
+
     def scale_later(self, indices: set[int], factor: torch.Tensor) -> bool:
         """Keep a factor of the reduced gradients for the step, if they are those of ``indices`` and nobody saw them.
 

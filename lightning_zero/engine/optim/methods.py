@@ -96,10 +96,11 @@ class RunningStep:
     def __init__(self) -> None:
         self._frame: FrameType | None = None  # of the function that has called the hook
         self._is_suspended = False
+        self.is_in_hooks = False  # behind the step, which are the program's
 
     def begin(self) -> None:
         """Note that a step begins; called by a hook in front of it."""
-        self._frame = sys._getframe(2)
+        self._frame, self.is_in_hooks = sys._getframe(2), False
 
     @property
     def is_outermost(self) -> bool:
@@ -108,7 +109,7 @@ class RunningStep:
 
     def end(self) -> None:
         """Note that it has ended."""
-        self._frame = None
+        self._frame, self.is_in_hooks = None, False
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

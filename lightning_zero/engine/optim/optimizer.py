@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -121,10 +121,12 @@ class ShardedOptimizer:
         self._hooks = [
             self._original_class.register_step_pre_hook(optimizer, self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_post_hook(self._begin_hooks),
             optimizer.register_state_dict_post_hook(self.states.tag),
             optimizer.register_load_state_dict_pre_hook(self.states.refuse_others),
             optimizer.register_load_state_dict_post_hook(self.states.restore_dtypes),
         ]
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[2].id, last=False)
         if not moments.is_pytorchs:
             self._hooks.append(optimizer.register_state_dict_post_hook(self.states.widen))
 
@@ -297,8 +299,20 @@ class ShardedOptimizer:
             and all(self._flat_step.steps_all(self._left_to_step(group)) for group in self.optimizer.param_groups)
         )
 
+    def _begin_hooks(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Show the program's hooks, up to ``_after_step``, segments that say so, as between steps."""
+        if self._is_last():
+            return
+        self._running_step.is_in_hooks = True
+        for buffer, index in self._window.places if self.is_open else ():
+            buffer.window.mark_again(index)
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._running_step.is_outermost:
+        if not self._running_step.is_outermost:  # behind `super().step()`
+            if self._running_step.is_in_hooks:
+                self._running_step.is_in_hooks = False
+                self.states.hide()
+                self._strip(self._window.places)
             return
         self._running_step.end()
         self.checks.end_step()
@@ -395,7 +409,7 @@ class ShardedOptimizer:
         mixed = {id(self._attached[id(param)][0]): self._attached[id(param)][0] for param in left}
         self._by_torch.update(mixed)
         for buffer in self.buffers:
-            is_due_now = id(buffer) in self._by_torch or not self._deferred.wants(buffer)
+            is_due_now = id(buffer) in self._by_torch or not self._is_deferred(buffer)
             if is_due_now and buffer.home.flat_for is None:
                 with label("step", buffer.name):
                     for call in self._flat_step.take_calls(buffer):
@@ -412,10 +426,14 @@ class ShardedOptimizer:
         """Make the steps of buffers with flat states that are not deferred: once each, for all groups."""
         assert self._flat_step is not None
         due = [
-            buffer for buffer in self.buffers if self._flat_step.has_calls(buffer) and not self._deferred.wants(buffer)
+            buffer for buffer in self.buffers if self._flat_step.has_calls(buffer) and not self._is_deferred(buffer)
         ]
         for update in [self._update(buffer) for buffer in due]:
             update.finish()
+
+    def _is_deferred(self, buffer: FlatBuffer) -> bool:
+        """Say whether the step of a buffer is deferred: not if hooks of the program behind it see its values."""
+        return self._deferred.wants(buffer) and self._is_last()
 
     def _update(self, buffer: FlatBuffer) -> Update:
         return self._deferred.update(buffer, gradient=buffer.gradients.reduced, rounds=self._is_last())
@@ -445,8 +463,7 @@ class ShardedOptimizer:
 
     def _is_last(self) -> bool:
         """Say whether nobody but the engine is called between a step and its publication."""
-        hooks = [*self.optimizer._optimizer_step_post_hooks, *_global_optimizer_post_hooks]
-        return len(hooks) == 1
+        return _are_engines(self.optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
 
     def _is_due_later(self, buffer: FlatBuffer) -> bool:
         """Say whether the step of a buffer, not this call, publishes its values."""
@@ -537,6 +554,11 @@ def is_attached(optimizer: Optimizer) -> bool:
     return "steps_segments" in vars(type(optimizer))
 
 
+def _are_engines(*hooks: Mapping[int, Any]) -> bool:
+    found = [hook for some in hooks for hook in some.values()]
+    return all(getattr(hook, "__module__", "").startswith("lightning_zero.engine.") for hook in found)
+
+
 def _has_hooks(step: Any) -> bool:
     return bool(getattr(step, "hooked", False))
 
@@ -588,7 +610,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
 
     def state(self: Optimizer) -> Any:
         sharded.finish_deferred()
-        if not sharded._running_step:
+        if sharded._running_step.is_in_hooks or not sharded._running_step:
             sharded.note_reader(sys._getframe(1))
         return vars(self if "state" in vars(self) else sharded.optimizer)["state"]  # else in a `LightningOptimizer`
 

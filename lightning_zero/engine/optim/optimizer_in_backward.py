@@ -22,6 +22,8 @@ class OptimizerInBackward(ShardedOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._early = StepsMadeEarly()
         super().__init__(*args, **kwargs)
+        # The program's hooks see values as between steps: no window shows those of the buffers that are stepped already
+        self.optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)
 
     # -- In the backward -------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero_ops import adamw, sgd
 from tests import worlds
+from tests.engine.optimizers import Momentum
 from tests.references import Block, Replica, TinyGPT, token_loss
 
 STAGES = (0, 1, 2, 3)
@@ -150,6 +151,50 @@ def _post_hook(rank: int, world: int, stage: int) -> None:
 @stages
 def test_what_a_hook_writes_after_the_step_is_published(stage: int) -> None:
     worlds.run(_post_hook, 2, stage)
+
+
+class _CallsSuper(Momentum):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def _hook_norms(rank: int, world: int, optimizer_class: type[torch.optim.Optimizer], placed: dict[str, Any]) -> Any:
+    found = []
+    for stage in (0, 2, 3):
+        engine, module = _engine(stage, **placed)
+        raw = optimizer_class(module.parameters(), lr=0.1)  # type: ignore[call-arg]
+        seen: list[Tensor] = []
+
+        def limit(optimizer: torch.optim.Optimizer, *_: Any, params: Any = tuple(module.parameters())) -> None:
+            for param in params:
+                param.data.div_(param.data.norm().clamp(min=1.0))
+                states = [one for key, one in optimizer.state[param].items() if key != "step" and torch.is_tensor(one)]
+                seen.extend(one.norm().as_subclass(Tensor) for one in [param.grad, *states])
+
+        raw.register_step_post_hook(limit)
+        optimizer = engine.attach(raw)
+        for step in range(2):
+            optimizer.zero_grad()
+            _backward(engine, module, rank, step)
+            optimizer.step()
+        found.append((torch.stack(seen), *_weights(engine, module)))
+        engine.close()
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0])
+
+
+HOOKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Momentum": (Momentum, {}),
+    "super": (_CallsSuper, {}),
+    "AdamW": (torch.optim.AdamW, {}),
+    "AdamW-cpu": (torch.optim.AdamW, {"offload": "cpu"}),
+    "AdamW-deferred": (torch.optim.AdamW, {"step": "deferred"}),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_behind_a_step_see_its_values_and_norms_of_the_whole(name: str) -> None:
+    worlds.run(_hook_norms, 2, *HOOKED[name])
 
 
 def _state(rank: int, world: int, stage: int) -> None:

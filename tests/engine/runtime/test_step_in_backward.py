@@ -200,6 +200,28 @@ def test_module_zero_grad_drops_gradients_that_were_stepped_in_the_backward() ->
         assert not any(found), found
 
 
+def _clamped(rank: int, world: int, offload: str | None) -> None:
+    run = Started(offload=offload)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+    def clamp(*_: Any) -> None:
+        for param in run.module.parameters():
+            param.data.clamp_(-0.01, 0.01)
+
+    run.optimizer.register_step_post_hook(clamp)
+    run.engine.attach(run.optimizer)
+    run.backward()
+    run.optimizer.step()
+    assert all(run.engine.full_param(param).abs().max() < 0.0101 for param in run.module.parameters())
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_hook_behind_the_step_sees_values_that_were_stepped_in_the_backward(offload: str | None) -> None:
+    worlds.run(_clamped, 2, offload)
+
+
+
 class Detached(Block):
     """Uses a weight once more, behind what brings its gradient."""
 
