@@ -83,6 +83,7 @@ def export_safetensors(
     Raises:
         FileExistsError: There is something at the path, and not ``overwrite``, or a folder with other files.
         ValueError: An option is not known, no weight is included, or a value does not fit into ``dtype``.
+        RuntimeError: A step was interrupted, and nothing was loaded since.
         CheckpointError: Writing failed on another rank.
     """
     export_average(
@@ -133,6 +134,11 @@ def export_average(
         engine.internals.checkpoints.gather_module_buffers()
     try:
         with ranks.agree(what):
+            if engine is not None and "inside a step" in engine.internals.checkpoints.progress.values():
+                raise RuntimeError(
+                    "a step of an optimizer was interrupted, or has not ended: some parameters have their values from"
+                    " before it. Load the last checkpoint before."
+                )
             if ranks.rank == 0 and os.path.lexists(target) and not overwrite:
                 raise FileExistsError(f"`{target}` exists. Remove it, choose another name, or pass `overwrite=True`.")
             if ranks.rank == 0:

@@ -134,7 +134,7 @@ class PretrainedValues:
 
     def load(self, engine: ZeroEngine) -> None:
         """Read this rank's ranges into the masters, and publish them. Collective: all ranks."""
-        checkpoints = engine.internals.checkpoints
+        checkpoints, loaded = engine.internals.checkpoints, []
         with Ranks(engine).agree(f"Loading `{self.path}`"), torch.inference_mode(False), torch.no_grad():
             checkpoints.prepare_load()
             records = {id(record.parameter): record for record in engine.records()}
@@ -144,8 +144,9 @@ class PretrainedValues:
                     _load_whole(place, sources)
                 else:
                     _load_range(record, sources, record.save_range if checkpoints.is_whole else record.own_range)
+                    loaded.append(record)
         checkpoints.complete_masters()
-        checkpoints.publish()
+        checkpoints.publish(loaded)
 
     def load_whole(self) -> None:
         """Read everything into the tensors of this process."""

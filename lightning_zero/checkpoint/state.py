@@ -88,18 +88,22 @@ def load_model_state(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[
     with Ranks(engine).agree("Loading the model"), _names_the_file(state_dict):
         engine.internals.checkpoints.prepare_load()
         kept = Lent()
-        _load_model(engine, module, kept.lend(state_dict), strict)
+        loaded = _load_model(engine, module, kept.lend(state_dict), strict)
         kept.take_back()
-    engine.internals.checkpoints.publish()
+    engine.internals.checkpoints.publish(loaded)
 
 
-def _load_model(engine: ZeroEngine, module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+def _load_model(
+    engine: ZeroEngine, module: nn.Module, state_dict: Mapping[str, Any], strict: bool
+) -> list[ParameterRecord]:
+    """Load the values that a ``state_dict`` has; return the records of their parameters."""
     records = engine.records()
     wanted = _stand_ins(records)
     with stand_ins(module, wanted):
         module.load_state_dict(state_dict, strict=strict)
     sources = [(record, wanted[id(record.parameter)].sources) for record in records]
     copy_ranges([(record.name, found[-1], _master_segment(record)) for record, found in sources if found])
+    return [record for record, found in sources if found]
 
 
 @contextlib.contextmanager

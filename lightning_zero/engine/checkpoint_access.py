@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -104,15 +104,20 @@ class CheckpointAccess:
         if self._state.parts is not None:
             self._state.parts.start_equal(self._state.buffers)
 
-    def publish(self) -> None:
-        """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``."""
+    def publish(self, loaded: Iterable[ParameterRecord] = ()) -> None:
+        """Make the masters the parameters' values. Collective: all ranks. Call after writing into ``master()``.
+
+        Args:
+            loaded: Records whose values are those of a file: nothing of a step that has failed is left in them.
+        """
         self._state.require_module()
+        whole = {id(record.parameter) for record in loaded}
         for buffer in self._state.buffers:
             pending = buffer.publish()
             if pending is not None:
                 pending.wait()
             buffer.published()
-            buffer.values.are_torn = False
+            buffer.values.are_torn &= not all(id(param) in whole for param in buffer.params)
         widened = [buffer for buffer in self._state.buffers if buffer.is_widened]
         if widened:
             needed = [buffer.values.needs_master() for buffer in widened]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.checkpoint.export import export_safetensors
 from lightning_zero.config import MixedPrecision, Offload
 from lightning_zero.engine.buffers.parameter import PendingParameter, ReducedParameter
 from lightning_zero.engine.buffers.update import Update
@@ -341,9 +342,17 @@ def _after_an_error(rank: int, world: int, options: dict[str, Any], error: type[
     engine.internals.fits.pause()
     assert checkpoints.progress["optimizer 0"] == "inside a step"
     checkpoints.prepare_load()
-    for record, values in zip(checkpoints.records(), saved, strict=True):
+    records = checkpoints.records()
+    for record, values in zip(records, saved, strict=True):
         record.master().copy_(values)
-    checkpoints.publish()
+    torn = next(buffer for buffer in engine._state.buffers if buffer.values.are_torn)
+    others = [record for record in records if record.parameter is not torn.params[0]]
+    for loaded in ((), others):  # a swap with averages, a file without one parameter
+        checkpoints.publish(loaded)
+        assert checkpoints.progress["optimizer 0"] == "inside a step"
+        with pytest.raises(RuntimeError, match="a step of an optimizer was interrupted"):
+            export_safetensors(engine, "model")
+    checkpoints.publish(records)
     assert "optimizer 0" not in checkpoints.progress
     for record, values in zip(checkpoints.records(), saved, strict=True):
         assert torch.equal(record.master(), values)
