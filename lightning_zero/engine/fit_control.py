@@ -71,6 +71,16 @@ class FitControl:
         masters = [(one.values.master, one.kind.original) for one in self._state.buffers]
         return any(master is not None and master.dtype.itemsize > own.itemsize for master, own in masters)
 
+    @property
+    def are_torn(self) -> bool:
+        """Whether some parameters are those from before a deferred step that has failed, also behind ``unshard``."""
+        return any(buffer.values.are_torn for buffer in self._state.buffers)
+
+    def mark_torn(self) -> None:
+        """Note that the parameters are those of an engine where they were ``are_torn``."""
+        for buffer in self._state.buffers:
+            buffer.values.are_torn = True
+
     def make_equal(self) -> None:
         """Give all ranks the whole parameters that the first one shows, before ``resume``. Collective: all ranks.
 

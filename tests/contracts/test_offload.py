@@ -368,6 +368,30 @@ def test_a_deferred_step_that_failed_is_not_forgotten(options: dict[str, Any], e
     worlds.run(_after_an_error, 1, options, error)
 
 
+def _sharded_anew(rank: int, world: int) -> None:
+    run, calls = Update._run, 0
+
+    def fail(update: Update) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError
+        run(update)
+
+    module = seeded(Net)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="failed: MemoryError"):
+        patch.setattr(Update, "_run", fail)
+        trainer(rank, world, ZeroStrategy(stage=3, step="deferred")).fit(module, loader(rank, world))
+    strategy = ZeroStrategy(stage=2)
+    with pytest.warns(UserWarning, match="Training goes on from parameters of which some .* `trainer.fit"):
+        trainer(rank, world, strategy).fit(module, loader(rank, world))
+    assert "parameters" not in strategy.engine.internals.checkpoints.progress
+
+
+def test_a_run_that_is_sharded_anew_warns_of_a_deferred_step_that_failed() -> None:
+    worlds.run(_sharded_anew, 1)
+
+
 def _loaded_after_an_error(rank: int, world: int, options: dict[str, Any]) -> None:
     take_calls = FlatStep.take_calls
 
