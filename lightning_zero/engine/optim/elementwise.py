@@ -21,6 +21,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral, Number
 from types import MethodType
 from typing import Any
 
@@ -328,7 +329,7 @@ class _SampleGroup:
         options = {key: _copied(value, {}) for key, value in self.group.items() if key not in ("params", "param_names")}
         own = float(self.group.get("initial_lr", self.group.get("lr", 1.0))) if self.is_steady else _LR
         for key in ("lr", "initial_lr"):
-            if isinstance(options.get(key), int | float):
+            if isinstance(options.get(key), Number):
                 options[key] = own or 1.0
             elif isinstance(options.get(key), Tensor):
                 options[key] = torch.full_like(options[key], own or 1.0, device=self.samples[0].device)
@@ -708,7 +709,7 @@ def _name_of(group: Mapping[str, Any], position: int) -> str | None:
 
 def _kinds_of_options(group: Mapping[str, Any]) -> dict[str, Any]:
     lr = group.get("lr")
-    kind_of_lr = "number" if isinstance(lr, int | float) else _kind(lr)
+    kind_of_lr = "number" if isinstance(lr, Number) else _kind(lr)
     return {"lr": kind_of_lr, **{key: _kind(value) for key, value in group.items() if key not in _LATER_OPTIONS}}
 
 
@@ -726,19 +727,34 @@ def _changed_options(before: Iterable[Mapping[str, Any]], groups: Iterable[Mappi
     }
 
 
+class _Object:
+    """An option of another type: equal to itself, and kept, so that no other object gets its ``id``."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
 def _kind(value: Any) -> Any:
     """Return a key that two values of an option share if one trial speaks for both; for numbers, whether it is 0."""
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | str):
         return type(value).__name__, value
-    if isinstance(value, float):
-        return value != 0.0
+    if isinstance(value, Integral):  # also those of NumPy
+        return "int", int(value)
+    if isinstance(value, Number):
+        return bool(value != 0)
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, list | tuple):
         return tuple(map(_kind, value))
     if isinstance(value, dict):
         return tuple((str(key), _kind(item)) for key, item in value.items())
-    return id(value)
+    return _Object(value)
 
 
 def _describe(error: Exception) -> str:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -269,3 +270,25 @@ def test_classes_of_pytorch_need_no_trial(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_shapes_are_cut_down_evenly(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert cut_down(shape) == expected
+
+
+def test_options_that_are_numbers_of_numpy_are_numbers() -> None:
+    rates = [numpy.float32(one) for one in (0.0, 0.1)]  # a warm-up, as `LambdaLR` takes it from an array
+    optimizer = Momentum(parameters(), lr=rates[0])
+    optimizer.param_groups[0]["period"] = numpy.int64(5)
+    trial = ElementwiseTrial(optimizer, stepped)
+    assert trial.find_obstacle() is None
+    optimizer.param_groups[0].update(lr=rates[1], momentum=numpy.float32(0.8), period=numpy.int64(5))
+    assert not trial.is_due
+    optimizer.param_groups[0]["period"] = 6
+    assert trial.is_due
+
+
+def test_an_object_in_an_option_is_another_one_than_its_successor() -> None:
+    optimizer = Momentum(parameters())
+    optimizer.param_groups[0]["rule"] = object()
+    trial = ElementwiseTrial(optimizer, stepped)
+    assert trial.find_obstacle() is None and not trial.is_due
+    optimizer.param_groups[0]["rule"] = None
+    optimizer.param_groups[0]["rule"] = object()  # it may have the `id` of the one before
+    assert trial.is_due
