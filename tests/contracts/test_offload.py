@@ -379,9 +379,10 @@ def _sharded_anew(rank: int, world: int) -> None:
         run(update)
 
     module = seeded(Net)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="failed: MemoryError"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Update, "_run", fail)
-        trainer(rank, world, ZeroStrategy(stage=3, step="deferred")).fit(module, loader(rank, world))
+        with pytest.raises(RuntimeError, match="failed: MemoryError"):
+            trainer(rank, world, ZeroStrategy(stage=3, step="deferred")).fit(module, loader(rank, world))
     strategy = ZeroStrategy(stage=2)
     with pytest.warns(UserWarning, match="Training goes on from parameters of which some .* `trainer.fit"):
         trainer(rank, world, strategy).fit(module, loader(rank, world))
