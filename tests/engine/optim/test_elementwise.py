@@ -288,7 +288,8 @@ def test_an_object_in_an_option_is_another_one_than_its_successor() -> None:
     optimizer = Momentum(parameters())
     optimizer.param_groups[0]["rule"] = object()
     trial = ElementwiseTrial(optimizer, stepped)
-    assert trial.find_obstacle() is None and not trial.is_due
+    assert trial.find_obstacle() is None
+    assert not trial.is_due
     optimizer.param_groups[0]["rule"] = None
     optimizer.param_groups[0]["rule"] = object()  # it may have the `id` of the one before
     assert trial.is_due

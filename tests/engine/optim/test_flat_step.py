@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -158,20 +159,20 @@ class _CallsSuper(Momentum):
         return super().step(closure)
 
 
+def _limit(seen: list[Tensor], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        param.data.div_(param.data.norm().clamp(min=1.0))
+        states = [one for key, one in optimizer.state[param].items() if key != "step" and torch.is_tensor(one)]
+        seen.extend(one.norm().as_subclass(Tensor) for one in [param.grad, *states])
+
+
 def _hook_norms(rank: int, world: int, optimizer_class: type[torch.optim.Optimizer], placed: dict[str, Any]) -> Any:
     found = []
     for stage in (0, 2, 3):
         engine, module = _engine(stage, **placed)
         raw = optimizer_class(module.parameters(), lr=0.1)  # type: ignore[call-arg]
         seen: list[Tensor] = []
-
-        def limit(optimizer: torch.optim.Optimizer, *_: Any, params: Any = tuple(module.parameters())) -> None:
-            for param in params:
-                param.data.div_(param.data.norm().clamp(min=1.0))
-                states = [one for key, one in optimizer.state[param].items() if key != "step" and torch.is_tensor(one)]
-                seen.extend(one.norm().as_subclass(Tensor) for one in [param.grad, *states])
-
-        raw.register_step_post_hook(limit)
+        raw.register_step_post_hook(functools.partial(_limit, seen))
         optimizer = engine.attach(raw)
         for step in range(2):
             optimizer.zero_grad()
