@@ -19,7 +19,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks import storage
@@ -173,6 +173,34 @@ def test_who_uses_a_sleeping_tensor_wakes_it(case: tuple[int, int, str], tmp_pat
 
 
 # -- Through the Trainer -----------------------------------------------------------------------------------------------
+
+
+def _failed_merge(rank: int, world: int, path: str) -> None:
+    worlds.seed()
+    engine = ZeroEngine(2, offload=on_disk(path))
+    module = engine.shard(TinyGPT())
+    engine.attach(torch.optim.AdamW(module.parameters()))
+    with torch.no_grad():
+        module.head.weight.fill_(0.5)
+    buffer, index = engine._state.param_index.of(module.head.weight)
+    buffer.refresh_master()
+    home: Any = buffer.home
+    computed, errors = home._computed, [StorageError("no such disk")]
+
+    def fail() -> Tensor:
+        if errors:
+            raise errors.pop()
+        return computed()
+
+    home._computed = fail
+    with pytest.raises(StorageError, match="no such disk"):
+        buffer.values.segment(index).sum()
+    assert bool((buffer.values.segment(index) == 0.5).all())
+    engine.close()
+
+
+def test_a_write_to_a_parameter_outlives_an_error_of_the_disk_when_the_master_takes_it_over(tmp_path: Path) -> None:
+    worlds.run(_failed_merge, 1, str(tmp_path))
 
 
 def _fit(rank: int, world: int, folder: str, stages: list[int]) -> None:

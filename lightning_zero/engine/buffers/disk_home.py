@@ -74,7 +74,11 @@ class DiskHome(Home):
         slots, self._to_merge = self._to_merge, set()
         if not slots or self._computed is None:
             return False
-        return self._merge(self._computed().clone(), slots)
+        try:
+            return self._merge(self._computed().clone(), slots)
+        except BaseException:  # the read of the parameters; the next use of the master tries again
+            self._to_merge |= slots
+            raise
 
     def _merge(self, values: torch.Tensor, slots: Set[int]) -> bool:
         """Take over values of some slots that are not the rounded master's; say whether there were any."""
