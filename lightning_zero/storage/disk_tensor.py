@@ -171,6 +171,8 @@ def _record_owners_in(values: Any) -> list[Any]:
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     changed = _record_owners_in(kwargs["out"]) if kwargs.get("out") is not None else []
+    if kwargs.get("inplace") or kwargs.get("max_norm") is not None:  # of `torch.nn.functional`
+        return changed + _record_owners_in((args, kwargs))
     is_operator = name.startswith("__")
     if name in _WRITE_FIRST_ONLY or (name.startswith("_foreach_") and name.endswith("_")):
         return changed + _record_owners_in(args[:1])

@@ -6,11 +6,13 @@ import copy
 import io
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from lightning_zero.storage.disk import DiskStore, Visit
 from lightning_zero.storage.disk_tensor import DiskTensor
@@ -290,6 +292,48 @@ def test_an_error_while_values_are_put_gives_their_room_back(store: DiskStore) -
     with pytest.raises(RuntimeError, match="size of tensor"):
         store.put(face, torch.ones(3))
     assert store._used_bytes == store.awake_bytes == 0
+
+
+def test_an_error_while_values_are_put_keeps_those_that_could_not_be_written(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    face = store.keep("optimizer", torch.ones(NUMEL), "state")
+    store.drain()
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_zero.storage.nvme.os.pwritev", fail)
+        store.put(face, torch.full((NUMEL,), 2.0))
+        store._entries[0].writing.settle()  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        store.put(face, torch.ones(3))
+    store.drain()
+    assert float(face.sum()) == 2.0 * NUMEL
+    assert store._used_bytes == 0
+
+
+def _send_to_sleep(store: DiskStore) -> None:
+    others = [store.keep("optimizer", torch.ones(NUMEL)) for _ in range(2)]
+    assert all(float(other.sum()) == NUMEL for other in others)
+    store.drain()
+
+
+@pytest.mark.parametrize("function", [F.relu, F.elu, F.hardtanh, F.silu, F.leaky_relu, nn.ReLU6(inplace=True)])
+def test_functions_in_place_are_written(function: Callable[..., torch.Tensor], store: DiskStore) -> None:
+    values = torch.linspace(-9.0, 9.0, NUMEL)
+    face = store.keep("optimizer", values, "state")
+    options = {} if isinstance(function, nn.Module) else {"inplace": True}
+    assert function(face[:], **options).shape == face.shape
+    _send_to_sleep(store)
+    assert torch.equal(face.clone(), function(values.clone()))
+
+
+def test_an_embedding_that_limits_norms_is_written(store: DiskStore) -> None:
+    face = store.keep("optimizer", torch.full((NUMEL,), 3.0), "state")
+    F.embedding(torch.tensor([0, 1]), face.view(-1, 4), max_norm=1.0)
+    _send_to_sleep(store)
+    assert face.view(-1, 4)[:3].norm(dim=1).tolist() == pytest.approx([1.0, 1.0, 6.0], abs=1e-4)
 
 
 def test_after_close_the_values_are_gone_with_an_error(tmp_path: Path) -> None:
