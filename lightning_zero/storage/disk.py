@@ -278,7 +278,10 @@ class DiskStore(Accounts):
         for transfer in (entry.reading, entry.writing):
             if transfer is not None:
                 transfer.settle()
-        entry.reading = entry.writing = None
+        with self._lock:
+            if entry.writing is not None and entry.writing.has_failed:
+                entry.is_changed = True  # those in memory are the only ones until all are overwritten
+            entry.reading = entry.writing = None
 
     def end_hold(self, entry: _DiskRecord, *, changes: bool, behind: Transfer | None = None) -> Transfer | None:
         """Stop using a entry's values; return the write that follows, if one does, behind the arrival of new ones."""
