@@ -505,9 +505,15 @@ class LoweredParameter(_OutdatedParameter):
 _WATCHERS: dict[int, Callable[[bool], None]] = {}  # while a method of an optimizer runs
 
 
-def watch(param: nn.Parameter, touched: Callable[[bool], None]) -> None:
-    """Call ``touched`` with each use of a ``WatchedParameter``, saying whether values are used, until ``unwatch``."""
+def watch(param: nn.Parameter, touched: Callable[[bool], None]) -> Callable[[bool], None] | None:
+    """Call ``touched`` with each use of a ``WatchedParameter``, saying whether values are used, until ``unwatch``.
+
+    Returns:
+        What was called so far, in whose place it is.
+    """
+    former = _WATCHERS.get(id(param))
     _WATCHERS[id(param)] = touched
+    return former
 
 
 def unwatch(param: nn.Parameter) -> None:

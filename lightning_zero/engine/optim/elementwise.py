@@ -564,8 +564,11 @@ class _Watch:
         try:
             yield
         finally:
-            for param, cls in classes:
-                unwatch(param)
+            for param, cls, former in classes:
+                if former is None:
+                    unwatch(param)
+                else:  # a method of the optimizer runs
+                    watch(param, former)
                 param.__class__ = cls
 
     @contextmanager

@@ -194,6 +194,13 @@ class MethodCalls:
             if self._is_open:
                 self._segments.close()
 
+    def begin_again(self) -> None:
+        """Watch all parameters, also new ones, if a method runs: the window was closed in it."""
+        if self.are_running:
+            self._end_watch()
+            self._is_open = False
+            self._watch()
+
     def _watch(self) -> None:
         self._classes = {param: type(param) for param in self._segments.params}
         for param in self._classes:

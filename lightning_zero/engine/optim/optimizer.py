@@ -599,6 +599,7 @@ def _subclass(sharded: ShardedOptimizer) -> type[Optimizer]:
             raise
         sharded._attach_params(self.param_groups[-1]["params"])
         sharded.checks.refuse_group(self.param_groups[-1])
+        sharded._calls.begin_again()
 
     def register_step_pre_hook(self: Optimizer, hook: Any) -> Any:
         handle = base.register_step_pre_hook(self, hook)

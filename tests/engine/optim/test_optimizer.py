@@ -748,6 +748,41 @@ def test_an_optimizer_that_is_not_attached_does_not_step_a_part_in_silence(stage
     worlds.run(_stepped_unattached, 2, stage)
 
 
+class _Grows(Momentum):
+    """Takes parameters in and scales them, behind those that it has."""
+
+    @torch.no_grad()
+    def grow(self, params: list[nn.Parameter], is_first: bool) -> Tensor:
+        if not is_first:
+            self.param_groups[0]["params"][0].mul_(0.5)
+        self.add_param_group({"params": params})
+        norms = []
+        for param in (param for group in self.param_groups for param in group["params"]):
+            param.mul_(0.5)
+            norms.append(param.data.norm().as_subclass(Tensor))
+        return torch.stack(norms)
+
+
+def _grown(rank: int, world: int) -> None:
+    found = []
+    for stage, is_first in ((0, True), (0, False), (2, True), (2, False), (3, False)):
+        engine, module = _engine(stage)
+        params = list(module.parameters())
+        optimizer = engine.attach(_Grows(params[:-2], lr=0.1))
+        norms = optimizer.grow(params[-2:], is_first)
+        _backward(engine, module, rank)
+        optimizer.step()
+        found.append((norms, *[engine.full_param(param) for param in params]))
+        engine.close()
+    torch.testing.assert_close(found[2], found[0])
+    torch.testing.assert_close(found[3], found[1])
+    torch.testing.assert_close(found[4], found[1])
+
+
+def test_a_method_may_add_a_group_and_use_parameters() -> None:
+    worlds.run(_grown, 2)
+
+
 def _past_add_param_group(rank: int, world: int, stage: int) -> None:
     engine, module = _engine(stage)
     head, others = list(module.head.parameters()), list(module.embedding.parameters())
