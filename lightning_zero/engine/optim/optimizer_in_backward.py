@@ -58,9 +58,11 @@ class OptimizerInBackward(ShardedOptimizer):
         """
         flat = self._flat_step
         assert flat is not None
+        found = []
         for group in self.optimizer.param_groups:
             places = [self._attached[id(param)] for param in group["params"]]
             indices = [index for owner, index in places if owner is buffer and buffer.params[index].requires_grad]
+            found.append((group, indices))
             self.checks.refuse_sparse_gradients([(buffer, index) for index in indices])
             fits = all(flat.fits(group, buffer, index) for index in indices)
             if indices and not (fits and flat.covers(group)):
@@ -68,6 +70,7 @@ class OptimizerInBackward(ShardedOptimizer):
                     f"Unit `{buffer.name}` cannot be stepped in the backward: `{type(self.optimizer).__name__}` has"
                     " options or states that PyTorch has to step. Use `step='auto'`."
                 )
+        for group, indices in found:  # behind all checks: nothing is planned for a buffer that is refused
             flat.plan(group, buffer, indices, rounds=False)
 
     @staticmethod

@@ -200,6 +200,23 @@ def test_module_zero_grad_drops_gradients_that_were_stepped_in_the_backward() ->
         assert not any(found), found
 
 
+def _refused(rank: int, world: int) -> None:
+    engine = ZeroEngine(2, step="backward")
+    module = engine.shard(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)))
+    groups = [{"params": module[1].parameters()}, {"params": module[0].parameters()}]
+    optimizer = engine.attach(torch.optim.AdamW(groups))
+    with pytest.raises(ValueError, match="`0.weight` has a sparse gradient"):
+        module(torch.tensor([1])).sum().backward()
+    flat = engine._state.attached.of(optimizer)._flat_step
+    assert flat is not None
+    assert not any(flat.has_calls(buffer) for buffer in engine._state.buffers)
+    engine.close()
+
+
+def test_nothing_is_planned_for_a_unit_that_is_refused() -> None:
+    worlds.run(_refused, 1)
+
+
 def _clamped(rank: int, world: int, offload: str | None) -> None:
     run = Started(offload=offload)
     run.optimizer.step()
