@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import STEP_USE
@@ -126,7 +127,7 @@ class ShardedOptimizer:
             optimizer.register_load_state_dict_pre_hook(self.states.refuse_others),
             optimizer.register_load_state_dict_post_hook(self.states.restore_dtypes),
         ]
-        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[2].id, last=False)
+        self._put_first(self._hooks[2])
         if not moments.is_pytorchs:
             self._hooks.append(optimizer.register_state_dict_post_hook(self.states.widen))
 
@@ -144,6 +145,11 @@ class ShardedOptimizer:
         """Prepare the step behind the program's hooks: they see gradients as before the step."""
         hooks, mine = self.optimizer._optimizer_step_pre_hooks, self._hooks[0].id
         hooks[mine] = hooks.pop(mine)
+
+    def _put_first(self, hook: RemovableHandle) -> None:
+        """Let a hook behind the step be called before all others."""
+        hooks: Any = self.optimizer._optimizer_step_post_hooks  # an OrderedDict
+        hooks.move_to_end(hook.id, last=False)
 
     def detach(self) -> None:
         """Give the optimizer back as it was; its state stays, outside memory in the dtype that it has there."""
@@ -425,9 +431,7 @@ class ShardedOptimizer:
     def _finish_flat_steps(self) -> None:
         """Make the steps of buffers with flat states that are not deferred: once each, for all groups."""
         assert self._flat_step is not None
-        due = [
-            buffer for buffer in self.buffers if self._flat_step.has_calls(buffer) and not self._is_deferred(buffer)
-        ]
+        due = [buffer for buffer in self.buffers if self._flat_step.has_calls(buffer) and not self._is_deferred(buffer)]
         for update in [self._update(buffer) for buffer in due]:
             update.finish()
 

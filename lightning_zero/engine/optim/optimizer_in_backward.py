@@ -23,7 +23,7 @@ class OptimizerInBackward(ShardedOptimizer):
         self._early = StepsMadeEarly()
         super().__init__(*args, **kwargs)
         # The program's hooks see values as between steps: no window shows those of the buffers that are stepped already
-        self.optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)
+        self._put_first(self._hooks[1])
 
     # -- In the backward -------------------------------------------------------------------------------------------
 

@@ -238,7 +238,6 @@ def test_a_hook_behind_the_step_sees_values_that_were_stepped_in_the_backward(of
     worlds.run(_clamped, 2, offload)
 
 
-
 class Detached(Block):
     """Uses a weight once more, behind what brings its gradient."""
 
