@@ -511,7 +511,8 @@ def _copied(value: Any, memo: dict[int, Any], leaf: Callable[[Any, dict[int, Any
     if isinstance(value, MethodType) and _is_sharded(value.__self__):
         return MethodType(value.__func__, _copied(value.__self__, memo))
     if type(value) is partial:
-        return partial(_copied(value.func, memo, leaf), *_copied(value.args, memo, leaf), **value.keywords)
+        func, args, keywords = (_copied(one, memo, leaf) for one in (value.func, value.args, value.keywords))
+        return partial(func, *args, **keywords)
     if _is_sharded(value):
         return _copy_of_module(value, memo)
     if type(value) is tuple:

@@ -443,6 +443,11 @@ class Counting(nn.Linear):
         return factor * self.rates[0][-1]
 
 
+def _note(params: list[nn.Parameter], noted: list[str]) -> None:
+    params[0].mul_(1.0)
+    noted.append("step")
+
+
 class AsksTheModule(torch.optim.Optimizer):
     """Has functions of a module that say how far it steps, frees a resource at its end, and writes into the module."""
 
@@ -452,10 +457,12 @@ class AsksTheModule(torch.optim.Optimizer):
         super().__init__(module.parameters(), {"lr": 1.0})
         self.module = module
         self.rates = (module.current_rate, functools.partial(module.current_rate, 2.0))
+        self.note = functools.partial(_note, params=self.param_groups[0]["params"], noted=[])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.module.last_step = "made"  # type: ignore[assignment]
+        self.note()
         for param in self.param_groups[0]["params"]:
             for rate in self.rates:
                 param.sub_(param.grad, alpha=rate())
@@ -472,6 +479,8 @@ def _asks_the_module(rank: int, world: int) -> None:
     gc.collect()
     assert (module.calls, float(module.count), module.rates, AsksTheModule.freed) == (0, 0.0, [[0.1]], 0)
     assert not hasattr(module, "last_step")
+    assert optimizer.note.keywords["noted"] == []
+    assert module.others == (deque([0]), {0}, {}, Counted(), {"number": 0})
     assert not hasattr(module.child, "last")
     before = engine.full_param(module.weight)
     module(torch.ones(1, 3)).sum().backward()
