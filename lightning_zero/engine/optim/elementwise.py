@@ -16,12 +16,12 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from numbers import Integral, Number
+from numbers import Integral, Real
 from types import MethodType
 from typing import Any
 
@@ -329,7 +329,7 @@ class _SampleGroup:
         options = {key: _copied(value, {}) for key, value in self.group.items() if key not in ("params", "param_names")}
         own = float(self.group.get("initial_lr", self.group.get("lr", 1.0))) if self.is_steady else _LR
         for key in ("lr", "initial_lr"):
-            if isinstance(options.get(key), Number):
+            if isinstance(options.get(key), Real):
                 options[key] = own or 1.0
             elif isinstance(options.get(key), Tensor):
                 options[key] = torch.full_like(options[key], own or 1.0, device=self.samples[0].device)
@@ -474,7 +474,7 @@ def _bare(of_class: type) -> Any:
 def _copy_of_module(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Return a copy without hooks that has the parameters of the module, for the watch, and shares other objects.
 
-    Containers, tensors and modules in its attributes are copied: a method may write them.
+    Containers, dataclasses, tensors and modules in its attributes are copied: a method may write them.
     """
     made = memo[id(module)] = _bare(type(module))
     for key, value in vars(module).items():
@@ -497,6 +497,22 @@ def _deep(value: Any, memo: dict[int, Any]) -> Any:
 def _shared(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, nn.Module):
         return _copy_of_module(value, memo)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_copied(one, memo, _shared) for one in value])
+    if type(value) in (deque, set, defaultdict, OrderedDict, Counter):
+        made = memo[id(value)] = copy.copy(value)  # with the default of a `defaultdict`, the length of a `deque`
+        made.clear()
+        if isinstance(made, dict):
+            made.update({_copied(key, memo, _shared): _copied(one, memo, _shared) for key, one in value.items()})
+        else:
+            (made.extend if isinstance(made, deque) else made.update)(_copied(one, memo, _shared) for one in value)
+        return made
+    if is_dataclass(value) and not isinstance(value, type):
+        made = memo[id(value)] = _bare(type(value))
+        for key in {*getattr(value, "__dict__", ()), *(one.name for one in fields(value))}:
+            if hasattr(value, key):
+                object.__setattr__(made, key, _copied(getattr(value, key), memo, _shared))
+        return made
     return _deep(value, memo) if torch.is_tensor(value) and not isinstance(value, nn.Parameter) else value
 
 
@@ -558,10 +574,9 @@ class _Watch:
     def watching(self) -> Iterator[None]:
         """Refuse uses of the parameters' values and gradients inside."""
         self._used = None
-        classes = [(param, type(param)) for param in self._params]
-        for param, _ in classes:
+        classes = [(param, type(param), watch(param, partial(self._refuse, param))) for param in self._params]
+        for param, _, _ in classes:
             swap_class(param, WatchedParameter)
-            watch(param, partial(self._refuse, param))
         try:
             yield
         finally:
@@ -713,7 +728,7 @@ def _name_of(group: Mapping[str, Any], position: int) -> str | None:
 
 def _kinds_of_options(group: Mapping[str, Any]) -> dict[str, Any]:
     lr = group.get("lr")
-    kind_of_lr = "number" if isinstance(lr, Number) else _kind(lr)
+    kind_of_lr = "number" if isinstance(lr, Real) else _kind(lr)
     return {"lr": kind_of_lr, **{key: _kind(value) for key, value in group.items() if key not in _LATER_OPTIONS}}
 
 
@@ -750,8 +765,8 @@ def _kind(value: Any) -> Any:
         return type(value).__name__, value
     if isinstance(value, Integral):  # also those of NumPy
         return "int", int(value)
-    if isinstance(value, Number):
-        return bool(value != 0)
+    if isinstance(value, Real):
+        return float(value) != 0.0
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, list | tuple):

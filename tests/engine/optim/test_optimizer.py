@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import pickle
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -426,20 +428,32 @@ def test_states_keep_their_dtype(stage: int) -> None:
     worlds.run(_dtypes_of_states, 2, stage)
 
 
+@dataclasses.dataclass
+class Counted:
+    number: int = 0
+
+
 class Counting(nn.Linear):
-    """Counts calls of its methods, in a number, a list and a module buffer; and of those of a child."""
+    """Counts calls of its methods, in numbers, containers and a module buffer; and of those of a child."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
         self.calls, self.rates = 0, [[0.1]]
         self.register_buffer("count", torch.zeros(()))
         self.child: Any = nn.Identity()
+        self.others = (deque([0], maxlen=9), {0}, defaultdict(int), Counted(), OrderedDict(number=0))
 
     def current_rate(self, factor: float = 1.0) -> float:
         self.calls += 1
         self.count.add_(1)
         self.rates[0].append(0.1)
         self.child.last = self.calls
+        recent, seen, by_name, counted, ordered = self.others
+        recent.append(self.calls)
+        seen.add(self.calls)
+        by_name["calls"] += 1
+        counted.number += 1
+        ordered["number"] += 1
         return factor * self.rates[0][-1]
 
 
