@@ -203,6 +203,8 @@ class ZeroEngine:
         On a grid a rank's parameters are its parts again. Collective: all ranks.
         """
         module = self._state.require_module()
+        if self._internals.fits.parts is not None:
+            self._internals.fits.parts.end()
         self._state.let_go()
         self._state.drop_gradients()
         held = [param for param in module.parameters() if param in self._state.param_index]  # others came later

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch.optim import Optimizer
 
 from lightning_zero.engine.engine_state import EngineState
 from lightning_zero.engine.units.unit import Unit
 
-__all__ = ["FitControl"]
+__all__ = ["FitControl", "Parts"]
+
+
+class Parts(Protocol):
+    """Steps of a model whose parts are on several ranks, each with an engine of its own."""
+
+    def end(self) -> None:
+        """Let the module run as a whole: `unshard` follows. Collective: all ranks."""
+        ...
 
 
 class FitControl:
@@ -15,6 +25,7 @@ class FitControl:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
+        self.parts: Parts | None = None  # whose steps run over this engine; None: the module is whole
 
     @property
     def units(self) -> list[Unit]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,12 +28,14 @@ from torchmetrics import Metric
 
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.p2p import P2P
+from lightning_zero.comm.peers import failure_named
 from lightning_zero.config import Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_control import StepControl
 from lightning_zero.errors import PipelineError
 from lightning_zero.lightning.flops import uncounted
 from lightning_zero.lightning.pipeline_logging import LoggedValue, Logs, MetricStates, in_order
+from lightning_zero.lightning.places import modules_of
 from lightning_zero.lightning.rank_zero_calls import replaced
 from lightning_zero.lightning.step_outputs import joined_outputs, nbytes_of
 from lightning_zero.lightning.trainer_state import TrainerState
@@ -91,7 +94,9 @@ class PipelinedSteps:
         self._engine = engine
         self._mesh = mesh
         self._device = device
-        engine.internals.checkpoints.gather_module_buffers = self._gather_buffers
+        engine.internals.checkpoints.gather_module_buffers = partial(self._gather_buffers, mesh.broadcast)
+        engine.internals.fits.parts = self
+        self._modules = modules_of(module)
         # - How it runs
         self._streams = RandomStreams(device)
         self._pipeline = pipeline
@@ -127,6 +132,37 @@ class PipelinedSteps:
         self._sizes: list[int] = [1]  # of the micro-batches that are running
         self._denominators: Denominators | None = None  # of the batch that is running
         self._warnings = _Warnings()
+
+    def for_next_run(self) -> PipelinedSteps:
+        """Return the steps for another run of the module: new ones if it has got other modules. Collective: all ranks.
+
+        Programs make modules without parameters anew in `setup`, and all that knows modules here knows the old ones.
+        """
+        now = modules_of(self._module)
+        if now.keys() == self._modules.keys() and all(now[name] is child for name, child in self._modules.items()):
+            return self
+        steps = PipelinedSteps(
+            self._module,
+            self._engine,
+            split=self._split,
+            pipeline=self._pipeline,
+            mesh=self._mesh,
+            device=self._device,
+        )
+        steps.runner.around.follow(self.runner.around)
+        return steps
+
+    def end(self) -> None:
+        """Give all ranks the module buffers of blocks, which may be read everywhere then. Collective: all ranks."""
+        self._gather_buffers(self._broadcast_to_all)
+        self.runner.around.end_buffers()
+
+    def _broadcast_to_all(self, value: Any, stage: int, what: str) -> Any:
+        """Return the object of a stage's first rank; the mesh may have seen an error. Collective: all ranks."""
+        values = [value]
+        with failure_named(f"broadcast of {what}"):
+            dist.broadcast_object_list(values, stage * self._mesh.copies)
+        return values[0]
 
     @property
     def _steps(self) -> StepControl:
@@ -544,10 +580,13 @@ class PipelinedSteps:
     def _cut(self) -> str:
         return f"{self._mesh.stages} pipeline stages ({self._split.num_chunks} chunks)"
 
-    def _gather_buffers(self) -> None:
+    def _gather_buffers(self, broadcast: Callable[[Any, int, str], Any]) -> None:
         """Give all stages the module buffers of the stage that computes with them, for a checkpoint.
 
         Collective: all ranks.
+
+        Args:
+            broadcast: Returns the object of a stage, see ``Mesh.broadcast``.
         """
         for stage in range(self._mesh.stages):
             mine = {
@@ -555,11 +594,11 @@ class PipelinedSteps:
                 for name, child in own_modules(self._stage.module, self._split, stage).items()
                 for key, buffer in child._buffers.items()
             }
-            found = self._mesh.broadcast(mine if self._mesh.stage == stage else None, stage, "module buffers of blocks")
+            found = broadcast(mine if self._mesh.stage == stage else None, stage, "module buffers of blocks")
             for (name, key), value in found.items() if self._mesh.stage != stage else ():
                 set_buffer(self._stage.module.get_submodule(name), key, value, self._device)
         around = {key: buffer.cpu() for key, buffer in self.runner.around.buffers().items()}
-        found = self._mesh.broadcast(
+        found = broadcast(
             around if self.runner.is_last else None, self.runner.last_stage, "module buffers around the blocks"
         )
         if not self.runner.is_last:

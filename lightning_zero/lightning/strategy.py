@@ -55,7 +55,7 @@ from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
 from lightning_zero.lightning.loader_states import note_loader_states, remake_loaders
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
-from lightning_zero.lightning.places import Places, buffer_places_of, convert_buffers, places_of
+from lightning_zero.lightning.places import Places, buffer_places_of, convert_buffers, places_of, refuse_orphans
 from lightning_zero.lightning.precision import LossScale, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks, tell_before_callbacks
 from lightning_zero.lightning.sample_counts import count_samples_once
@@ -408,6 +408,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
                 kept_sync.revert(module)
         if engine is None:
             refuse_dtensors(module)
+            refuse_orphans(module)
         split = self._split(module) if engine is None else None
         if is_fitting and self._tensor is not None and self.pipeline is not None:
             self._tensor.refuse_random_stages(module)  # behind the split, which outlines specified layers
@@ -432,6 +433,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         else:  # DDPStrategy starts every run from rank 0's values
             convert_buffers(module, self.precision_plugin.convert_module)  # some may be new
             engine.internals.fits.make_equal()
+            steps = engine.internals.fits.parts
+            self._steps = steps.for_next_run() if isinstance(steps, PipelinedSteps) else None
         if self._experts is not None:
             self._experts.bind(module, engine)
         if is_fitting and self.offload is not None and self.offload.params is None:

@@ -426,6 +426,24 @@ class StateAround:
 
     # -- Who reads -----------------------------------------------------------------------------------------------------
 
+    def follow(self, before: StateAround) -> None:
+        """Go on refusing reads of old values that another object has refused, in modules that are still there."""
+        before._watching.end_between_steps()
+        same = {name for name, child in self._kept.all.items() if before._kept.all.get(name) is child}
+        for mine, left in (
+            (self._stale, before._stale),
+            (self._own.elsewhere, before._own.elsewhere),
+            (self._own.in_backward, before._own.in_backward),
+        ):
+            mine |= {key for key in left & before._between if key[0] in same}  # the program has assigned the others
+        self._watch_between_steps()
+
+    def end_buffers(self) -> None:
+        """Let the program read module buffers: all ranks have got those of the stages that compute with them."""
+        for keys in (self._stale, self._own.elsewhere):
+            keys -= {(name, key) for name, key in keys if key in self._kept.all[name]._buffers}
+        self._watch_between_steps()
+
     def end_between_steps(self) -> None:
         """Let the program read everything: a step is described, which is watched by itself."""
         self._watching.end_between_steps()
