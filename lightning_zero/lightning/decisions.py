@@ -17,20 +17,22 @@ import lightning.pytorch as pl
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.peers import Peers, PeersError
 from lightning_zero.errors import CollectiveError
+from lightning_zero.lightning.tensor_training import TensorTraining
 
 __all__ = ["decide_alone", "decide_together", "require_all_without_batch"]
 
 _PATIENCE_S = 600.0  # with ranks that may leave out the same step later; a shorter `timeout` of the strategy counts
 
 
-def decide_together(trainer: Any) -> None:
+def decide_together(trainer: Any, tensor: TensorTraining | None) -> None:
     """Bind the loops of a fit so that all ranks decide alike. No collective.
 
     Args:
         trainer: About to fit, and to make the optimizers, which may ask for the number of steps.
+        tensor: The tensor parallelism of its strategy.
     """
     fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    vars(fit)["setup_data"] = partial(_set_up_data, fit, None)
+    vars(fit)["setup_data"] = partial(_set_up_data, fit, None, tensor)
     vars(batches)["advance"] = partial(_advance, batches)
     if trainer._val_check_time_interval is not None:
         vars(batches)["_should_check_val_fx"] = partial(_should_validate, batches)
@@ -103,16 +105,22 @@ def _require_all(trainer: Any, place: str, deed: str, remedy: str) -> None:
         )
 
 
-def _set_up_data(fit: Any, known: Any) -> None:
+def _set_up_data(fit: Any, known: Any, tensor: TensorTraining | None) -> None:
     """Set up the training data. Collective where the loader is another one than ``known``: all ranks.
+
+    A fit that reloads its loaders has another fetcher for each of them.
 
     Raises:
         ValueError: Some ranks have no batch.
     """
+    if tensor is not None and (known is None or fit._should_reload_train_dl):
+        tensor.agree_on_random_numbers()  # the program may draw where it makes its loader
     type(fit).setup_data(fit)
     if fit._combined_loader is known:
         return
-    vars(fit)["setup_data"] = partial(_set_up_data, fit, fit._combined_loader)
+    vars(fit)["setup_data"] = partial(_set_up_data, fit, fit._combined_loader, tensor)
+    if tensor is not None:
+        tensor.agree_before_batches(fit)
     everyone, is_empty = _everyone(fit), fit.max_batches == 0
     some, others = everyone.agree_on([is_empty, not is_empty], "agreement on empty training loaders")
     if some and others:

@@ -356,7 +356,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if is_fitting:
             note_loader_states(trainer.fit_loop)
             if self.world_size > 1:
-                decide_together(trainer)
+                decide_together(trainer, self._tensor)
             self.setup_optimizers(trainer)
             self._restore_thawed_groups(is_resumed=bool(trainer._checkpoint_connector._loaded_checkpoint))
             self._show_values_to_finetuning(trainer)
@@ -627,8 +627,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     def on_train_start(self) -> None:
         """Set the random number generators of a resumed run; compare the loader with an imported configuration."""
         super().on_train_start()
-        if self._tensor is not None:
-            self._tensor.agree_before_batches(self._sharded_module.trainer.fit_loop)
         if self.imported is not None:
             self.imported.compare_loader(
                 self._sharded_module.trainer, ranks=self.distributed_sampler_kwargs["num_replicas"]

@@ -423,6 +423,28 @@ def test_generators_of_a_tensor_group_go_on_from_one_state() -> None:
     assert len({weight for _, weight in outcomes}) == 1
 
 
+def fit_reloading(rank: int, world: int) -> list[float]:
+    class Reloading(Noisy):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Samples("plain"), batch_size=8, shuffle=True)
+
+        def on_train_epoch_end(self) -> None:
+            if self.global_rank == 0:
+                torch.rand(3)
+
+    module = Reloading()
+    strategy = ZeroStrategy(stage=1, tensor_parallel=2)
+    fitted = trainer(rank, world, strategy, max_epochs=3, limit_val_batches=0, reload_dataloaders_every_n_epochs=1)
+    fitted.fit(module)
+    return module.seen
+
+
+def test_loaders_that_are_made_anew_in_every_epoch_have_one_order_in_a_tensor_group() -> None:
+    """The second one was shuffled otherwise on rank 0, and its batches were refused."""
+    first, second = run(fit_reloading, 2)
+    assert first == second
+
+
 def fit_with_sampler(rank: int, world: int) -> str:
     samples = Samples("plain")
     sampler = DistributedSampler(samples, world, rank, shuffle=False)  # of all ranks
