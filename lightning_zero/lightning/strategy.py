@@ -656,6 +656,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if batch is None and self.world_size > 1 and trainer.training:
             reduces = self.stage >= 2 or self.sharding.waits_in_node
             waits = reduces or self.pipeline is not None or bool(self._cutting)
+            waits |= any(unit.needs_gather for unit in self.engine.internals.fits.units)  # of a deferred step
             require_all_without_batch(trainer, waits_within_step=waits)
         return batch
 

@@ -9,7 +9,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_zero.lightning import decisions
-from tests.lightning_programs import WORLD, Grown, Net, assert_equal, data, loader, seeded, trainer, weights
+from lightning_zero.lightning.strategy import ZeroStrategy
+from tests.lightning_programs import WORLD, Block, Grown, Net, assert_equal, data, loader, seeded, trainer, weights
 from tests.worlds import run
 
 
@@ -131,6 +132,36 @@ def _accumulated(rank: int, world: int) -> None:
 def test_a_rank_may_leave_out_a_micro_batch_in_which_nobody_waits_as_under_ddp() -> None:
     """At stages 0 and 1 gradients wait for the last micro-batch; it was an error."""
     run(_accumulated, WORLD)
+
+
+class Sometimes(Hooked):
+    """Uses a block in the second micro-batch of a step alone."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("after", number)
+        self.extra = Block(6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.extra(self.first(batch[0])).square().mean() if batch_idx % 3 == 1 else loss
+
+
+def _unused(rank: int, world: int) -> str:
+    strategy = ZeroStrategy(stage=1, step="deferred")
+    fitted = trainer(rank, WORLD, strategy, max_epochs=1, accumulate_grad_batches=3)
+    before, decisions._PATIENCE_S = decisions._PATIENCE_S, 0.5
+    try:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            fitted.fit(seeded(lambda: Sometimes(4 if rank else 99)), DataLoader(data(28), batch_size=4))
+    finally:
+        decisions._PATIENCE_S = before
+    return str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+
+
+def test_a_micro_batch_in_which_a_deferred_step_is_made_is_left_out_by_all_ranks() -> None:
+    """The others waited in it for the parameters of a block that the first micro-batch had not used."""
+    for text in run(_unused, WORLD):
+        assert MESSAGES["none"] in text
 
 
 class Estimates(Net):
