@@ -97,9 +97,13 @@ class FitControl:
 
         Tensors that ``.data`` was pointed to, also on another device, are copied back before. At stage 3 every rank has
         its piece of one whole; values that an interrupted run has left stale stay as they are.
+
+        Raises:
+            ValueError: The program has added a module whose buffers cannot be kept; see ``ModuleBuffers.admit``.
         """
         self._state.require_module()
         self._state.attached.close()
+        self._state.sharded.module_buffers.admit()
         buffers = [buffer for buffer in self._state.buffers if not buffer.sharding.params]
         for buffer in buffers:
             buffer.collect_writes()

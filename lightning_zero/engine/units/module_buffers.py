@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_zero.comm.agreement import digest_of, first_difference, require_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.peers import is_pretended
+from lightning_zero.engine.units.partition import make_buffers_real
+from lightning_zero.engine.units.shardable import check_new_buffers
 
 __all__ = ["ModuleBuffers", "buffer_facts"]
 
@@ -67,6 +69,20 @@ class ModuleBuffers:
                     child._buffers[key] = (
                         torch.zeros_like(buffer, device=self._device) if is_meta else buffer.to(self._device)
                     )
+
+    def admit(self) -> None:
+        """Check the buffers of modules that the program has added, and give those on the meta device values.
+
+        No collective. Parameters show their values.
+
+        Raises:
+            ValueError: A buffer shares memory with a parameter, or nothing gives it values.
+        """
+        known = {id(child) for _, child in self._modules}
+        added = [(name, child) for name, child in self._module.named_modules() if id(child) not in known]
+        check_new_buffers(self._module, added)
+        for name, child in added:
+            make_buffers_real(child, name, self._device)
 
     def broadcast(self, is_due_again: bool = True) -> None:
         """Give all ranks rank 0's module buffers, if that is due. Collective: all ranks.

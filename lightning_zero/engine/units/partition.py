@@ -20,7 +20,7 @@ from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.storage.store import DeviceStore
 
-__all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "kind_of"]
+__all__ = ["ROOT", "Territory", "build_unit", "choose_territories", "kind_of", "make_buffers_real"]
 
 ROOT = "(root)"
 
@@ -225,14 +225,30 @@ def _materialize(territory: Territory, root: nn.Module, device: torch.device, aw
         for other in module._parameters.values():  # those of an inner unit too: modules are initialised in one go
             if other is not None and other.is_meta and id(other) not in territory.remote:
                 fresh.add(id(_with_memory(other, root, device)))
-        meta_buffers = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        for key in meta_buffers:
-            module._buffers[key] = torch.empty_like(module._buffers[key], device=device)  # type: ignore[arg-type]
+        meta_buffers = _allocate_buffers(module, device)
         new = [*meta_buffers, *(key for key, param in module._parameters.items() if id(param) in fresh)]
         if any((id(module), key) not in awaited for key in new):
             _initialize(module, prefix.rstrip(".") or ROOT)
     for param in territory.params:
         _move(param, device)
+
+
+def make_buffers_real(module: nn.Module, name: str, device: torch.device) -> None:
+    """Give a module's own meta buffers memory and values.
+
+    Raises:
+        ValueError: It has some, and no ``reset_parameters``.
+    """
+    if _allocate_buffers(module, device):
+        _initialize(module, name or ROOT)
+
+
+def _allocate_buffers(module: nn.Module, device: torch.device) -> list[str]:
+    """Give a module's own meta buffers memory, and return their names."""
+    found = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    for key, buffer in found.items():
+        module._buffers[key] = torch.empty_like(buffer, device=device)
+    return list(found)
 
 
 def _move(param: nn.Parameter, device: torch.device) -> None:

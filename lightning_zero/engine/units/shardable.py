@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from lightning_zero.dtensors import refuse_dtensors
 from lightning_zero.engine.buffers.parameter import ReleasedParameter, class_over, has_class, user_class
 
-__all__ = ["check_shardable"]
+__all__ = ["check_new_buffers", "check_shardable"]
 
 Named = tuple[str, torch.Tensor]
 
@@ -23,7 +23,7 @@ def check_shardable(module: nn.Module) -> None:
         ValueError: A parameter is lazy, distributed, sparse, of a class that cannot be kept, or shares memory.
     """
     refuse_dtensors(module)
-    params = [(name, param) for name, param in module.named_parameters() if not has_class(param, ReleasedParameter)]
+    params = _params_of(module)
     for name, buffer in module.named_buffers():
         if is_lazy(buffer):
             raise ValueError(_refusal("Buffer", name, *_LAZY))
@@ -34,6 +34,23 @@ def check_shardable(module: nn.Module) -> None:
         _check_class(name, param)
     with torch._C.DisableTorchFunctionSubclass():
         _check_memory(params, list(module.named_buffers()))
+
+
+def check_new_buffers(module: nn.Module, added: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse module buffers that share memory with parameters, in modules that a sharded module has got since.
+
+    Raises:
+        ValueError: There is one.
+    """
+    buffers = [(f"{name}.{key}", one) for name, child in added for key, one in child.named_buffers(recurse=False)]
+    if not buffers:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        _check_memory(_params_of(module), buffers)
+
+
+def _params_of(module: nn.Module) -> list[Named]:
+    return [(name, param) for name, param in module.named_parameters() if not has_class(param, ReleasedParameter)]
 
 
 # -- Kinds of parameters -----------------------------------------------------------------------------------------------

@@ -205,3 +205,44 @@ def test_buffers_that_were_moved_come_back_for_the_next_run() -> None:
     module.running_mean = torch.empty(2, device="meta")  # as `module.cpu()` does
     engine.internals.steps.broadcast_module_buffers("scopes")
     assert module.running_mean.device.type == "cpu"
+
+
+class Table(nn.Module):
+    """Has a module buffer, and no parameters."""
+
+    values: Tensor
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("values", values)
+
+
+class Filled(Table):
+    def reset_parameters(self) -> None:
+        self.values.fill_(3.0)
+
+
+def _run_again(stage: int, made: Callable[[nn.Module], nn.Module]) -> Any:
+    """Return a module that is made between two runs."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    engine = ZeroEngine(stage)
+    engine.shard(module)
+    engine.internals.fits.pause()
+    module.append(made(module))
+    engine.internals.fits.make_equal()
+    engine.internals.fits.resume()
+    engine.internals.steps.broadcast_module_buffers("scopes")
+    return module[2]
+
+
+def test_meta_buffers_of_a_module_that_is_made_between_two_runs_get_values() -> None:
+    """They became zeros."""
+    assert _run_again(1, lambda module: Filled(torch.empty(2, device="meta"))).values.tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match="`2` .Table. was built on the meta device and has no `reset_parameters`"):
+        _run_again(1, lambda module: Table(torch.empty(2, device="meta")))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_view_of_a_parameter_in_a_module_that_is_made_between_two_runs_is_refused(stage: int) -> None:
+    with pytest.raises(ValueError, match="share memory without being one object: .*`2.values`"):
+        _run_again(stage, lambda module: Table(module[0].weight.detach()[0]))
