@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from lightning_zero.lightning.averaging import saved_average
 from lightning_zero.lightning.flops import ReachedFlops, peak_flops
 from lightning_zero.lightning.monitor import Meter, Phases, samples_in, tokens_in
 from lightning_zero.lightning.precision import ZeroStep
+from lightning_zero.lightning.rank_zero_calls import replaced
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.option_checks import checked_arguments
 
@@ -34,11 +37,12 @@ class ZeroMonitor(Callback):
 
     Scalars, with the units in their names: ``memory/{parameters,gradients,optimizer,gathered,gathered_peak,other}_GiB``
     on rank 0, on a GPU ``memory/peak_GiB``; ``traffic/<collective>_MiB`` that rank 0 sent per step; ``time/step_s``,
-    and of it ``time/wait_s``, for which rank 0 waited for others, and ``time/{data,forward,backward,optimizer}_s``;
-    ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm`` (``grad_norm/<number>`` of each optimizer where
-    there are several, with the option) and ``loss_scale`` where there are any. In a
-    pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share``, and no phases. With other
-    strategies memory, traffic and waiting are left out.
+    without validation and saving, and of it ``time/wait_s``, for which rank 0 waited for others, and
+    ``time/{data,forward,backward,optimizer}_s``; ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm``
+    (``grad_norm/<number>`` of each optimizer where there are several, with the option) and ``loss_scale`` where there
+    are any. In a pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share`` (not over
+    NCCL), and no phases. Sums of tensor groups, exchanges of experts and messages between pipeline stages are in no
+    number of traffic and waiting. With other strategies memory, traffic and waiting are left out.
 
     Args:
         tokens: Number of tokens in a batch. The default is the number of elements of the batch's first integer tensor
@@ -85,6 +89,7 @@ class ZeroMonitor(Callback):
         self._phases: Phases | None = None  # where a batch has one forward, one backward and one step at most
         self._logged_step = 0  # step of the last row
         self._norms: dict[str, float] = {}  # since the last row, if they were computed for it
+        self._bound = ExitStack()  # takes back at the end of a fit the binding of the Trainer's `save_checkpoint`
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting.
@@ -98,10 +103,8 @@ class ZeroMonitor(Callback):
             )
         strategy = trainer.strategy
         engine = strategy.engine if isinstance(strategy, ZeroStrategy) else None
-        copies = trainer.world_size
-        if isinstance(strategy, ZeroStrategy):
-            copies = strategy.distributed_sampler_kwargs["num_replicas"]
-        self._meter = Meter(engine, copies)
+        slices = getattr(strategy, "distributed_sampler_kwargs", None)  # of the data; ranks of a tensor group have one
+        self._meter = Meter(engine, slices["num_replicas"] if slices else trainer.world_size)
         self._meter.start()
         has_pipeline = isinstance(strategy, ZeroStrategy) and strategy.pipeline is not None
         if has_pipeline and self.grad_norm == "units":
@@ -116,6 +119,7 @@ class ZeroMonitor(Callback):
             )
         self._phases = Phases(strategy.root_device) if pl_module.automatic_optimization and not has_pipeline else None
         self._begin("data")
+        self._bound.enter_context(replaced(trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint)))
         self._logged_step = trainer.global_step
         self._flops = ReachedFlops(self._peak(trainer)) if self.flops else None
         if self._forecast is not None and self._forecast.world_size != trainer.world_size:
@@ -200,14 +204,22 @@ class ZeroMonitor(Callback):
                 self._flops.pause(False)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """End counting operations."""
+        """End counting."""
+        self._end()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End counting, also operations of a step that was not made."""
+        self._end()
+
+    def _end(self) -> None:
+        self._bound.close()
         if self._flops is not None:
             self._flops.stop()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End counting operations of a step that was not made."""
-        if self._flops is not None:
-            self._flops.stop()
+    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint, which is not training."""
+        with self._meter.paused(), nullcontext() if self._phases is None else self._phases.paused():
+            save(*args, **kwargs)
 
     def _peak(self, trainer: pl.Trainer) -> float | None:
         """Return the operations per second that the device can make."""

@@ -9,6 +9,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -47,17 +48,15 @@ class Meter:
         self._samples = 0
         self._seconds = 0.0  # of intervals that have ended
         self._resumed: float | None = None  # start of the running interval; None while paused
-        # - Counters of the engine at the last row
-        self._traffic: dict[str, int] = {}
-        self._wait_s = 0.0
+        self._counted: dict[str, float] = {}  # by the engine, in intervals that have ended
+        self._counts_then: dict[str, float] = {}  # by the engine when the running interval began
 
     def start(self) -> None:
         """Count from here."""
         self._tokens, self._samples, self._seconds = 0, 0, 0.0
-        self._resumed = time.perf_counter()
-        if self.engine is not None:
-            stats = self.engine.stats()
-            self._traffic, self._wait_s = dict(stats.traffic), stats.wait_s
+        self._counted.clear()
+        self._resumed = None
+        self.resume()
 
     def count(self, *, tokens: int | None, samples: int | None) -> None:
         """Add the tokens and samples of one micro-batch of this rank."""
@@ -65,15 +64,38 @@ class Meter:
         self._samples += samples or 0
 
     def pause(self) -> None:
-        """Stop the clock."""
+        """Stop the clock, and counting the bytes and waits of the engine."""
         if self._resumed is not None:
             self._seconds += time.perf_counter() - self._resumed
             self._resumed = None
+            for name, count in self._counts().items():
+                since = count - self._counts_then.get(name, 0)
+                self._counted[name] = self._counted.get(name, 0) + since
 
     def resume(self) -> None:
         """Let the clock go on."""
         if self._resumed is None:
+            self._counts_then = self._counts()
             self._resumed = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run work that is not training."""
+        is_running = self._resumed is not None
+        self.pause()
+        try:
+            yield
+        finally:
+            if is_running:
+                self.resume()
+
+    def _counts(self) -> dict[str, float]:
+        """Return how much the engine has sent and waited so far, by the names of the scalars."""
+        if self.engine is None:
+            return {}
+        stats = self.engine.stats()
+        sent = {f"traffic/{kind}_MiB": nbytes / _MIB for kind, nbytes in stats.traffic.items()}
+        return {**sent, "time/wait_s": stats.wait_s}
 
     def row(self, steps: int) -> dict[str, float]:
         """Return the numbers of the ``steps`` optimizer steps since the last row, and start the next one."""
@@ -108,14 +130,7 @@ class Meter:
         return {f"memory/{name}_GiB": nbytes / _GIB for name, nbytes in memory.items()}
 
     def _sent(self, steps: int) -> dict[str, float]:
-        if self.engine is None:
-            return {}
-        stats = self.engine.stats()
-        row = {
-            f"traffic/{kind}_MiB": (sent - self._traffic.get(kind, 0)) / steps / _MIB
-            for kind, sent in stats.traffic.items()
-        }
-        return {**row, "time/wait_s": (stats.wait_s - self._wait_s) / steps}
+        return {name: count / steps for name, count in self._counted.items()}
 
 
 class Phases:
@@ -134,6 +149,16 @@ class Phases:
         """End the phase that runs, and begin another; None: one that does not count."""
         self._stamps.append((phase, Stamp(self._device)))
         self._settle()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run work that is in no phase."""
+        phase = self._stamps[-1][0] if self._stamps else None
+        self.begin(None)
+        try:
+            yield
+        finally:
+            self.begin(phase)
 
     def take(self) -> dict[str, float]:
         """Return the seconds by phase since the last call, of those that the device has ended, without waiting."""

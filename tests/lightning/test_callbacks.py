@@ -61,7 +61,8 @@ def test_monitor_writes_a_row_per_interval(stage: int, tmp_path: Path) -> None:
         assert sum(phases) <= float(row["time/step_s"]) * 1.1
     assert float(written[-1]["memory/parameters_GiB"]) == memory["parameters"] / GIB
     assert float(written[-1]["memory/optimizer_GiB"]) == memory["optimizer"] / GIB
-    assert written[1]["traffic/reduce_scatter_MiB"] == written[2]["traffic/reduce_scatter_MiB"]
+    for kind in ("reduce_scatter", "all_gather", "broadcast"):  # there is a validation between the second and the third
+        assert written[1][f"traffic/{kind}_MiB"] == written[2][f"traffic/{kind}_MiB"]
 
 
 class ClipsOne(Net):
@@ -257,6 +258,36 @@ def test_a_monitor_counts_each_copy_of_the_model_once(options: Any, copies: int)
     with patch.object(ZeroStrategy, "global_rank", 1):
         monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Mock())
     assert monitor._meter.copies == copies
+
+
+def test_a_monitor_counts_ranks_with_the_same_batches_once_under_other_strategies() -> None:
+    """The ranks of a tensor group of `ModelParallelStrategy` counted apart."""
+    strategy = Mock(root_device=torch.device("cpu"), distributed_sampler_kwargs={"num_replicas": 2, "rank": 0})
+    monitor = ZeroMonitor()
+    monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Mock())
+    assert monitor._meter.copies == 2
+
+
+class Saves(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.save_checkpoint("nowhere")
+
+
+def saving(rank: int, world: int, folder: str) -> bool:
+    fitted = trainer(
+        rank, world, 1, max_epochs=1, limit_train_batches=4, callbacks=ZeroMonitor(), logger=CSVLogger(folder),
+        log_every_n_steps=2,
+    )  # fmt: skip
+    with patch.object(ZeroStrategy, "save_checkpoint", lambda *args, **kwargs: time.sleep(0.5)):
+        fitted.fit(Saves(), loader(rank, world))
+    return "save_checkpoint" in vars(fitted)
+
+
+def test_the_time_of_saving_is_not_that_of_steps(tmp_path: Path) -> None:
+    assert run(saving, 1, str(tmp_path)) == [False]
+    for row in rows(tmp_path):
+        assert float(row["time/step_s"]) < 0.5
+        assert float(row["time/data_s"]) < 0.5
 
 
 @dataclass
