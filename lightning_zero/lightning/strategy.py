@@ -606,7 +606,17 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         if self._announced is not self._engine:
             self._announced = self._engine
             cut = [line for parallelism in self._cutting for line in parallelism.lines(self._sharded_module)]
-            rank_zero_info("\n".join([*self.engine.plan(), *cut]))
+            rank_zero_info("\n".join([*self.engine.plan(), *self._not_counted(), *cut]))
+
+    def _not_counted(self) -> list[str]:
+        """Say which calls are in no number of traffic."""
+        calls = {
+            "sums of tensor groups": self._tensor,
+            "exchanges of experts": self._experts,
+            "messages between pipeline stages": self._mesh,
+        }
+        found = [name for name, used in calls.items() if used is not None]
+        return [f"not counted as sent: {', '.join(found)}"] if found else []
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

@@ -442,6 +442,9 @@ def _stats(rank: int, world: int, stage: int) -> None:
     assert 4 <= len(plan) <= 7
     assert plan[0].startswith(f"ZeRO stage {stage} on {world} rank(s), cpu: {_numel():,} parameters")
     assert "units: 4, the largest `blocks.0`" in plan[1]
+    (sent,) = [line for line in plan if line.startswith("sent per rank and step")]
+    assert ("more in each further micro-batch" in sent) == (stage >= 2)
+    assert ("their average" in sent) == (stage == 0)
     engine.close()
 
 

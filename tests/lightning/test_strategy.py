@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -330,3 +331,10 @@ def test_random_numbers_in_specified_layers_of_a_divided_sequence_are_refused(mo
     model.blocks = torch.nn.ModuleList([LayerSpec(torch.nn.TransformerEncoderLayer, 4, 2, dropout=0.1)])
     with pytest.raises(ValueError, match="does not work with dropout, jitter or random routers"):
         strategy._shard(model, is_fitting=True)
+
+
+def test_the_plan_says_which_calls_are_not_counted() -> None:
+    strategy = ZeroStrategy(pipeline=2)
+    assert strategy._not_counted() == []
+    strategy._mesh = Mock()
+    assert strategy._not_counted() == ["not counted as sent: messages between pipeline stages"]

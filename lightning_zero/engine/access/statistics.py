@@ -38,7 +38,8 @@ class EngineStats:
         host: Bytes of these kinds that are offloaded to host memory.
         disk: Bytes of these kinds that are offloaded to disks.
         traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
-            (buffers), ``control``.
+            (buffers), ``control``. Sums of tensor groups, exchanges of experts and messages between pipeline stages are
+            not counted, here and in ``wait_s``.
         across_nodes: Those of them that were sent by calls over nodes, where ``stage`` has a scope of a node; else
             nothing is known, and they are zero.
         calls: Number of calls of each of these.
@@ -146,6 +147,10 @@ class Statistics:
         sent_grads = sum(map(sum, grads))
         sent = sent_grads + sum(map(sum, params))
         across = sum(one.across_nodes for one in (*grads, *params))
+        gathered = "parameters" if self._sharding.stage else "their average"
+        each = sum(map(_sent_in_each_backward, trained)) + sum(
+            one.inside for one, buffer in zip(params, buffers, strict=True) if buffer.sharding.params
+        )
         dtypes = sorted({_short(buffer.kind.compute) for buffer in buffers})
         reduce = sorted({_short(buffer.kind.reduce) for buffer in trained})
         return [
@@ -162,7 +167,8 @@ class Statistics:
             + ("" if self._disk is None else self._away("disk", self._held(self._disk), states, disk_grads))
             + ("" if not states.unknown else f"; states of {', '.join(sorted(states.unknown))} are not counted"),
             f"sent per rank and step: {_size(sent)}"
-            f" (gradients {_size(sent_grads)}, parameters {_size(sent - sent_grads)})"
+            f" (gradients {_size(sent_grads)}, {gathered} {_size(sent - sent_grads)})"
+            + (f", and {_size(each)} more in each further micro-batch" if each else "")
             + (f", {_size(sent - across)} inside a node and {_size(across)} across nodes" if across else ""),
             *self._nodes(buffers),
         ]
@@ -266,6 +272,12 @@ class _Sent(NamedTuple):
 def _sent_gradients(buffer: FlatBuffer) -> _Sent:
     """Return the bytes that a rank sends to reduce a buffer's gradients once."""
     return _Sent.once(buffer, buffer.kind.reduce.itemsize)
+
+
+def _sent_in_each_backward(buffer: FlatBuffer) -> int:
+    """Return the bytes that a rank sends to reduce a buffer's gradients in each backward; others wait for the last."""
+    sent, grads = _sent_gradients(buffer), buffer.sharding.grads
+    return sum(sent) if grads is ShardingScope.WORLD else sent.inside if grads else 0
 
 
 def _sent_params(buffer: FlatBuffer) -> _Sent:
