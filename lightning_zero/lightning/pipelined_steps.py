@@ -550,8 +550,11 @@ class PipelinedSteps:
     def timings(self, steps: int) -> dict[str, float]:
         """Return seconds of work per step and stage, and the bubble's share, since the last call.
 
-        Collective: all ranks of a copy.
+        Nothing where devices wait for messages: the host goes on, and its clock tells nothing. Collective: all ranks of
+        a copy.
         """
+        if self.runner.lets_device_wait:
+            return {}
         timing = self.runner.timing
         mine = torch.tensor([timing.busy_s, timing.total_s], dtype=torch.float64, device="cpu")
         everyone = self._mesh.gather_numbers(mine, "timings")

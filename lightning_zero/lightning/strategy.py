@@ -756,9 +756,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         return self._evaluate_batch("predict_step", super().predict_step, *args, **kwargs)
 
     def pipeline_timings(self, steps: int) -> dict[str, float]:
-        """Return seconds of work per step and stage, and the bubble's share, since the last call; empty without stages.
+        """Return seconds of work per step and stage, and the bubble's share, since the last call.
 
-        Collective: all ranks.
+        Empty without stages, and over NCCL, where the host's clock does not tell them. Collective: all ranks.
         """
         return {} if self._steps is None else self._steps.timings(steps)
 

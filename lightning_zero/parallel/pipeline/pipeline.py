@@ -323,6 +323,11 @@ class PipelineRunner(Generic[Step]):
         return self._is_new
 
     @property
+    def lets_device_wait(self) -> bool:
+        """Whether the device waits for messages, and the host goes on."""
+        return self._p2p.lets_device_wait
+
+    @property
     def last_stage(self) -> int:
         """The stage on which steps come to their end."""
         return (self.split.num_chunks - 1) % self.mesh.stages

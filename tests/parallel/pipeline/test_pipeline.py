@@ -73,6 +73,23 @@ def _bubble(rank: int, world: int, schedule: Any, seconds: float) -> float:
     return strategy.pipeline_timings(3)["pipeline/bubble_share"]
 
 
+def _timings(rank: int, world: int) -> list[int]:
+    strategy = ZeroStrategy(stage=1, pipeline=2)
+    data = DataLoader(TensorDataset(torch.randn(8, 2)), 4)
+    trainer(rank, world, strategy, max_epochs=1).fit(Sleepers(2, 0.0), data)
+    steps = strategy._steps
+    assert steps is not None
+    found = []
+    for steps.runner._p2p.lets_device_wait in (False, True):
+        found.append(len(strategy.pipeline_timings(1)))
+    return found
+
+
+def test_times_of_stages_are_left_out_where_the_host_does_not_wait() -> None:
+    """Over NCCL the device waits for messages: the host counted its launches as work."""
+    assert run(_timings, 2) == [[3, 0]] * 2
+
+
 def _bubble_of_halves(rank: int, world: int, seconds: float) -> float:
     """Measure the bubble of blocks whose gradients of weights take as long as their forward."""
     bring = WeightGradients.bring
