@@ -570,22 +570,24 @@ SAVED = [
 RESUMED = [{"stage": 3, "offload": "cpu"}, {"stage": 3, "offload": {"params": "cpu"}}, {"stage": 1}]
 
 
-def _fit(rank: int, world: int, folder: str) -> None:
-    plain = trainer(rank, world, ZeroStrategy(stage=3), max_epochs=2, gradient_clip_val=0.1)
+def _fit(rank: int, world: int, folder: str, precision: Any) -> None:
+    settings: dict[str, Any] = {"precision": precision, "gradient_clip_val": 0.1}
+    plain = trainer(rank, world, ZeroStrategy(stage=3), max_epochs=2, **settings)
     plain.fit(seeded(Net), loader(rank, world))
     for number, options in enumerate(SAVED):
         path = f"{folder}/{number}.ckpt"
-        first = trainer(rank, world, ZeroStrategy(**options), max_epochs=1, gradient_clip_val=0.1)
+        first = trainer(rank, world, ZeroStrategy(**options), max_epochs=1, **settings)
         first.fit(seeded(Net), loader(rank, world))
         first.save_checkpoint(path)
         for others in RESUMED[number % 2 :: 2]:
-            again = trainer(rank, world, ZeroStrategy(**others), max_epochs=2, gradient_clip_val=0.1)
+            again = trainer(rank, world, ZeroStrategy(**others), max_epochs=2, **settings)
             again.fit(seeded(Net), loader(rank, world), ckpt_path=path)
             assert_equal(weights(again), weights(plain), what=f"{options} -> {others}")
 
 
-def test_fits_resume_across_placements(tmp_path: Path) -> None:
-    worlds.run(_fit, 2, str(tmp_path))
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.always)])
+def test_fits_resume_across_placements(precision: str, tmp_path: Path) -> None:
+    worlds.run(_fit, 2, str(tmp_path), precision)
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,13 @@ class SteppedValues:
         return self.master is not None and is_in_memory(self.master)
 
     def widen(self) -> None:
-        """Make a master of frozen values, so that any may be loaded; ``narrow`` when they are there."""
-        if not self._spec.kind.is_rounded or self._is_stepped:
+        """Make a master that is missing, so that any values may be loaded; ``narrow`` when they are there.
+
+        Frozen values have none, nor have offloaded ones before an optimizer is attached.
+        """
+        kind = self._spec.kind
+        is_awaited = self.master is None and kind.trained and kind.master != kind.compute
+        if not is_awaited and (self._is_stepped or not kind.is_rounded):
             return
         if self.master is None:
             with torch.inference_mode(False), torch.no_grad():
