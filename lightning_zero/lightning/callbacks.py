@@ -22,6 +22,7 @@ from lightning_zero.checkpoint.paths import remove_path
 from lightning_zero.checkpoint.safetensors import parse_size
 from lightning_zero.forecast.compare import FORECAST_PEAK, forecast_peak
 from lightning_zero.lightning.averaging import saved_average
+from lightning_zero.lightning.expert_scalars import ExpertScalars
 from lightning_zero.lightning.flops import ReachedFlops, peak_flops
 from lightning_zero.lightning.monitor import Meter, Phases, samples_in, tokens_in
 from lightning_zero.lightning.precision import ZeroStep
@@ -42,7 +43,9 @@ class ZeroMonitor(Callback):
     (``grad_norm/<number>`` of each optimizer where there are several, with the option) and ``loss_scale`` where there
     are any. In a pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share`` (not over
     NCCL), and no phases. Sums of tensor groups, exchanges of experts and messages between pipeline stages are in no
-    number of traffic and waiting. With other strategies memory, traffic and waiting are left out.
+    number of traffic and waiting. With experts ``moe/<layer>/{load_max_over_mean,dropped,router_entropy,aux_loss}`` over
+    all ranks, and for TensorBoard a histogram ``moe/<layer>/load``. With other strategies memory, traffic and waiting
+    are left out.
 
     Args:
         tokens: Number of tokens in a batch. The default is the number of elements of the batch's first integer tensor
@@ -90,6 +93,7 @@ class ZeroMonitor(Callback):
         self._logged_step = 0  # step of the last row
         self._norms: dict[str, float] = {}  # since the last row, if they were computed for it
         self._bound = ExitStack()  # takes back at the end of a fit the binding of the Trainer's `save_checkpoint`
+        self._experts: ExpertScalars | None = None  # in a fit
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting.
@@ -121,6 +125,7 @@ class ZeroMonitor(Callback):
         self._begin("data")
         self._bound.enter_context(replaced(trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint)))
         self._logged_step = trainer.global_step
+        self._experts = ExpertScalars(trainer, pl_module)
         self._flops = ReachedFlops(self._peak(trainer)) if self.flops else None
         if self._forecast is not None and self._forecast.world_size != trainer.world_size:
             rank_zero_warn(
@@ -133,6 +138,7 @@ class ZeroMonitor(Callback):
     ) -> None:
         """Begin the forward."""
         self._begin("forward")
+        self._count_experts(True)
         if self._flops is not None:
             self._flops.begin_batch(trainer, pl_module)
 
@@ -168,6 +174,7 @@ class ZeroMonitor(Callback):
     ) -> None:
         """Count the batch, and write a row when one is due."""
         self._begin("data")
+        self._count_experts(False)
         if self._flops is not None:
             self._flops.end_batch(trainer, batch)
         self._meter.count(tokens=self.tokens(batch), samples=samples_in(batch))
@@ -183,8 +190,11 @@ class ZeroMonitor(Callback):
             row[FORECAST_PEAK] = self._forecast.gib
         if self._phases is not None:
             row |= {f"time/{phase}_s": seconds / steps for phase, seconds in self._phases.take().items()}
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if self._experts is not None:
+            row |= self._experts.row(step)
         for logger in trainer.loggers:
-            logger.log_metrics(row, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(row, step=step)
             logger.save()
         self._logged_step = trainer.global_step
 
@@ -192,6 +202,7 @@ class ZeroMonitor(Callback):
         """Stop the clock: validation is not training."""
         self._meter.pause()
         self._begin(None)
+        self._count_experts(False)
         if self._flops is not None:
             self._flops.pause(True)
 
@@ -215,6 +226,13 @@ class ZeroMonitor(Callback):
         self._bound.close()
         if self._flops is not None:
             self._flops.stop()
+        if self._experts is not None:
+            self._experts.stop()
+            self._experts = None
+
+    def _count_experts(self, is_on: bool) -> None:
+        if self._experts is not None:
+            self._experts.count(is_on)
 
     def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, which is not training."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -79,6 +79,12 @@ class RoutedExperts:
             forward = getattr(forward, "stands_in_for", None)
         return RoutedExperts(module) if forward is None else forward
 
+    @staticmethod
+    def choices(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the experts of each token of a call: (T, k)."""
+        found: Tensor = _given(module, args, kwargs)[1]
+        return found
+
     def divide(self, ranks: ExpertRanks, number: int) -> None:
         """Compute with those experts alone whose parameters this rank has kept.
 
@@ -104,8 +110,7 @@ class RoutedExperts:
             RuntimeError: There is a choice that is no expert, and the module does not leave such choices out.
         """
         assert self.ranks is not None
-        given = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
-        _, hidden_states, experts, weights = given.values()
+        hidden_states, experts, weights = _given(self.module, args, kwargs)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         experts, weights = (one.reshape(len(tokens), one.shape[-1]) for one in (experts, weights))
         experts = self._with_nothing(experts)
@@ -193,6 +198,12 @@ def _argument_names(module: nn.Module) -> tuple[str, ...]:
         return tuple(inspect.signature(type(module).forward).parameters)
     except (AttributeError, TypeError, ValueError):  # of a module of `torch.jit`, or of other compilers
         return ()
+
+
+def _given(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the tokens, experts and weights of a call."""
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    return list(given.values())[1:]
 
 
 @contextmanager

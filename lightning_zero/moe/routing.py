@@ -45,6 +45,7 @@ class Routing:
         priority: (T, k): of the choices of one expert those with the highest are kept; None: the first ones are.
         aux_loss: () with gradients.
         counts: (E,) int64: tokens that chose each expert, before any is dropped.
+        shares: (T, E) without gradients: the scores of all experts, which sum to 1; None where they are not known.
     """
 
     experts: Tensor
@@ -52,6 +53,7 @@ class Routing:
     priority: Tensor | None
     aux_loss: Tensor
     counts: Tensor
+    shares: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -147,6 +149,7 @@ class Router(nn.Module):
             priority=self._priority(experts, scores.detach()),
             aux_loss=self._aux_loss(logits, shares, by_choice.to(dtype)),
             counts=counts,
+            shares=shares.detach(),
         )
 
     def _score(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).parents[2]
 GPT = ROOT / "examples" / "gpt"
 FINETUNE = ROOT / "examples" / "finetune_offload"
+MOE = ROOT / "examples" / "moe"
 
 TOY = {
     "--trainer.max_steps": "4",
@@ -103,6 +104,32 @@ def test_gpt_yaml_has_the_size_it_says(name: str, billions: float) -> None:
     with torch.device("meta"):
         model = model_file["GPT"](model_file["GPTConfig"](**config["model"]["size"]))
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.world(2)
+def test_mixture_example_trains_both_models_and_draws_them(tmp_path: Path) -> None:
+    toy = [f"{option}={value}" for option, value in TOY.items() if option != "--sample_bytes"]
+    for name, parameters in (("dense", "14,416, of which a token uses 14,416"), ("sparse", "26,960, of which a token uses 14,672")):
+        output = start(MOE / "train.py", "fit", "--config", MOE / f"{name}.yaml", *toy, cwd=tmp_path)
+        assert f"parameters       {parameters}" in output
+        assert "nats per byte after 4 steps" in output
+    start(MOE / "curves.py", "runs/moe-dense", "runs/moe-sparse", "curves.png", cwd=tmp_path)
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    logged = next(tmp_path.glob("runs/moe-sparse/version_*/metrics.csv")).read_text()
+    assert "moe/model.blocks.1.feed_forward/router_entropy" in logged
+
+
+def test_mixture_example_has_two_models_of_the_same_cost() -> None:
+    dense, sparse = (yaml.safe_load((MOE / f"{name}.yaml").read_text()) for name in ("dense", "sparse"))
+    size = sparse["model"]["size"]
+    assert (size.pop("experts"), size.pop("k")) == (8, 2)
+    assert dense["model"]["size"].pop("experts") == 0
+    assert sparse["model"].pop("aux_loss_factor") == 0.01
+    assert sparse["trainer"]["strategy"]["init_args"].pop("expert_parallel") == 2
+    for config in (dense, sparse):
+        del config["trainer"]["logger"]
+    assert dense == sparse
 
 
 def finetuned(name: str, *options: str, cwd: Path) -> tuple[float, float]:

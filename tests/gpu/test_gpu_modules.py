@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_zero.config import ActivationCheckpointing, Pipeline
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.moe import MoE
+from lightning_zero.moe.loads import ExpertLoads
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from lightning_zero.parallel.tensor.plan import TensorParallel
 from lightning_zero.parallel.tensor.planning import plan_model
@@ -90,6 +91,22 @@ def test_experts_are_made_on_the_device() -> None:
     result.sum().backward()
     assert result.is_cuda
     assert all(param.is_cuda for param in layer.parameters())
+
+
+def test_loads_of_experts_are_counted_without_a_wait() -> None:
+    experts = [nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)) for _ in range(4)]
+    model = nn.ModuleDict({"layer": MoE(WIDTH, experts, 4, k=2)}).cuda().bfloat16()
+    x = torch.randn(12, WIDTH, device="cuda", dtype=torch.bfloat16)
+    model["layer"](x)  # tuned
+    loads = ExpertLoads(model, lambda mine: [mine])
+    loads.is_counting = True
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        counts = sum(model["layer"](x)[2] for _ in range(2))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (found,) = loads.read(lambda total: total, x.device).values()
+    assert list(found.load) == pytest.approx((counts / 12).tolist())
 
 
 @pytest.mark.parametrize("rows_of_nobody", [0, 2])

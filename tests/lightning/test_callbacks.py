@@ -207,14 +207,14 @@ def test_a_forecast_for_other_ranks_warns(tmp_path: Path) -> None:
     strategy._engine = Mock(stats=lambda: Mock(traffic={}, wait_s=0.0))
     monitor = ZeroMonitor(forecast=forecast)
     with patch.object(ZeroStrategy, "global_rank", 0), pytest.warns(UserWarning, match="is for 8 rank.s., and this"):
-        monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Mock())
+        monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Net())
 
 
 def test_norms_of_units_are_refused_in_a_pipeline() -> None:
     strategy = ZeroStrategy(pipeline=2, parallel_devices=[torch.device("cpu")] * 4)
     strategy._engine = Mock(stats=lambda: Mock(traffic={}, wait_s=0.0))
     with patch.object(ZeroStrategy, "global_rank", 1), pytest.raises(ValueError, match="stages have different units"):
-        ZeroMonitor(grad_norm="units").on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Mock())
+        ZeroMonitor(grad_norm="units").on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Net())
 
 
 def offloaded(rank: int, world: int, folder: str) -> tuple[dict[str, int], list[str]]:
@@ -256,7 +256,7 @@ def test_a_monitor_counts_each_copy_of_the_model_once(options: Any, copies: int)
     strategy._engine = Mock(stats=lambda: Mock(traffic={}, wait_s=0.0))
     monitor = ZeroMonitor()
     with patch.object(ZeroStrategy, "global_rank", 1):
-        monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Mock())
+        monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Net())
     assert monitor._meter.copies == copies
 
 
