@@ -43,7 +43,8 @@ class ZeroMonitor(Callback):
     (``grad_norm/<number>`` of each optimizer where there are several, with the option) and ``loss_scale`` where there
     are any. In a pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share`` (not over
     NCCL), and no phases. Sums of tensor groups, exchanges of experts and messages between pipeline stages are in no
-    number of traffic and waiting. With experts ``moe/<layer>/{load_max_over_mean,dropped,router_entropy,aux_loss}`` over
+    number of traffic and waiting. With experts
+    ``moe/<layer>/{load_max_over_mean,dropped,router_entropy,aux_loss}`` over
     all ranks, and for TensorBoard a histogram ``moe/<layer>/load``. With other strategies memory, traffic and waiting
     are left out.
 
