@@ -264,7 +264,7 @@ def test_a_monitor_counts_ranks_with_the_same_batches_once_under_other_strategie
     """The ranks of a tensor group of `ModelParallelStrategy` counted apart."""
     strategy = Mock(root_device=torch.device("cpu"), distributed_sampler_kwargs={"num_replicas": 2, "rank": 0})
     monitor = ZeroMonitor()
-    monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Mock())
+    monitor.on_train_start(Mock(strategy=strategy, world_size=4, global_step=0), Net())
     assert monitor._meter.copies == 2
 
 
