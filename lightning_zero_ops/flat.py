@@ -55,8 +55,8 @@ def _clip_value_reference(grad: Tensor, limit: float) -> None:
 # -- Tuning ------------------------------------------------------------------------------------------------------------
 
 # Of the norm: a program's sum is written, so programs are few. With the check for overflow each reads several blocks
-# ahead, and one program sums up: on an H200 that reads 0.89 of a copy's bytes per second, and with PyTorch's sums 0.72. How
-# a vector is cut depends on its length alone, so GPUs with other numbers of processors have the same bits.
+# ahead, and one program sums up: on an H200 that reads 0.89 of a copy's bytes per second, and with PyTorch's sums 0.72.
+# How a vector is cut depends on its length alone, so GPUs with other numbers of processors have the same bits.
 _NORM_BLOCK = 4096
 _NUM_WARPS = 4
 _NORM_PROGRAMS = 1056
