@@ -89,6 +89,7 @@ class FitControl:
 
     def mark_torn(self) -> None:
         """Note that the parameters are those of an engine where they were ``are_torn``."""
+        self._state.require_module()
         for buffer in self._state.buffers:
             buffer.values.are_torn = True
 

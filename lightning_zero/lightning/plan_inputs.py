@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -81,7 +82,7 @@ def _run_step(module: Any, step: str, batch: Any, trainer: Any) -> Any:
                  "untoggle_optimizer"):  # fmt: skip
         setattr(module, name, _Inert(1.0))
     try:
-        return getattr(module, step)(batch, 0)
+        return getattr(module, step)(_own(batch), 0)
     except Exception as error:
         raise ValueError(
             f"`tensor_parallel` verifies its plan with a call of `{step}` on rank 0 alone, before there are optimizers,"
@@ -90,6 +91,14 @@ def _run_step(module: Any, step: str, batch: Any, trainer: Any) -> Any:
         ) from error
     finally:
         module._trainer = None
+
+
+def _own(batch: Any) -> Any:
+    """Return a copy of a batch, into which a step may write; the batch if it cannot be copied."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # of the program's class
+        return batch
 
 
 _COLLECTIVES = (
