@@ -32,6 +32,7 @@ class CheckpointAccess:
         self._state = state
         # Gives this rank the module buffers of the other parts of a model that is cut. Collective: all ranks.
         self.gather_module_buffers: Callable[[], None] = _gather_nothing
+        self.optimizers_follow = True  # behind a load; a module that is only evaluated needs no masters
 
     @property
     def world_communicator(self) -> Communicator:
@@ -89,7 +90,7 @@ class CheckpointAccess:
         for buffer in self._state.buffers:
             buffer.refresh_master()
             buffer.values.forget_rounding()  # of a step that has failed
-            buffer.values.widen()
+            buffer.values.widen(is_stepped_later=self.optimizers_follow)
 
     def complete_masters(self) -> None:
         """Give every rank the masters that the others wrote in their ``save_range``. Collective: all ranks.

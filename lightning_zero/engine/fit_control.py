@@ -91,7 +91,7 @@ class FitControl:
         """Note that the parameters are those of an engine where they were ``are_torn``."""
         self._state.require_module()
         for buffer in self._state.buffers:
-            buffer.values.are_torn = True
+            buffer.values.are_torn = buffer.kind.trained
 
     def make_equal(self) -> None:
         """Give all ranks the whole parameters that the first one shows, before ``resume``. Collective: all ranks.

@@ -439,6 +439,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self._experts.bind(module, engine)
         if is_fitting and self.offload is not None and self.offload.params is None:
             engine.internals.fits.keep_params_on_device()
+        engine.internals.checkpoints.optimizers_follow = is_fitting
         engine.internals.fits.resume()
         # As under DDPStrategy, which makes them equal in every setup and wraps the module for fits only.
         engine.internals.steps.broadcast_module_buffers("scopes" if is_fitting else "never")

@@ -269,6 +269,32 @@ class AddsToRead(DropsBetween):
         nn.utils.clip_grad_norm_(self.parameters(), 0.3)
 
 
+class RunsForward(Backwards):
+    """Runs the model behind the backward, and changes gradients then."""
+
+    def use(self, loss: Tensor) -> None:
+        with torch.no_grad():
+            self(torch.ones(2, 4))
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
+class RunsForwardBefore(Backwards):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss + self(torch.ones(2, 4)).mean()).backward()
+
+
+def runs_forward_before(rank: int, world: int) -> None:
+    for stage in STAGES:
+        with pytest.raises(RuntimeError, match="A forward of the model runs inside of `LightningModule.backward`"):
+            trainer(rank, world, stage, max_epochs=1).fit(RunsForwardBefore(), loader(rank, world))
+
+
+def test_a_forward_before_the_backward_in_an_overridden_backward_is_refused() -> None:
+    run(runs_forward_before, WORLD)
+
+
 def uses_in_backward(rank: int, world: int, makes: Sequence[Callable[[], LightningModule]], every: int = 1) -> None:
     stages = STAGES if every == 1 else (0, 1)  # micro-batches of one rank, of which DDP shows the sum
     options = {"max_epochs": 1, "limit_train_batches": 2 * every, "accumulate_grad_batches": every}
@@ -278,7 +304,7 @@ def uses_in_backward(rank: int, world: int, makes: Sequence[Callable[[], Lightni
 
 @pytest.mark.parametrize(
     ("make", "every"),
-    [(one, 1) for one in (Clips, ClipsTwice, Masks, AsksWhetherNone, Assigns, StepsTwice, ReadsOnOne)]
+    [(one, 1) for one in (Clips, ClipsTwice, Masks, AsksWhetherNone, Assigns, StepsTwice, ReadsOnOne, RunsForward)]
     + [(one, 2) for one in (Clips, Masks, AsksWhetherNone, ReadsOnOne)],
 )
 def test_gradients_can_be_used_in_an_overridden_backward(make: Callable[[], LightningModule], every: int) -> None:

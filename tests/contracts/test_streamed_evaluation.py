@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,22 @@ def _compare(rank: int, world: int) -> None:
 def test_evaluation_streams_parameters_through_two_units_of_memory() -> None:
     for world in (1, 2):
         worlds.run(_compare, world)
+
+
+def _evaluate_file(rank: int, world: int, path: str) -> None:
+    saved = trainer(rank, world, ZeroStrategy(stage=3), precision="bf16-true", max_steps=1)
+    saved.fit(seeded(Deep), loader(rank, world))
+    saved.save_checkpoint(path)
+    for offload in ("cpu", Offload(optimizer=None, params="cpu")):
+        strategy = ZeroStrategy(stage=3, units=["Block"], offload=offload)
+        run = trainer(rank, world, strategy, precision="bf16-true")
+        run.validate(seeded(Deep), loader(rank, world), ckpt_path=path, verbose=False)
+        stats = strategy.engine.stats()
+        assert stats.memory["parameters"] == stats.memory["optimizer"] == stats.host["optimizer"] == 0
+
+
+def test_evaluation_of_a_checkpoint_makes_no_masters(tmp_path: Path) -> None:
+    worlds.run(_evaluate_file, 2, str(tmp_path / "saved.ckpt"))
 
 
 def _train_after(rank: int, world: int) -> None:

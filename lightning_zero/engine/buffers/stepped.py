@@ -174,13 +174,16 @@ class SteppedValues:
         """Whether there is a master in memory, in which tensors of the program may lie."""
         return self.master is not None and is_in_memory(self.master)
 
-    def widen(self) -> None:
+    def widen(self, *, is_stepped_later: bool) -> None:
         """Make a master that is missing, so that any values may be loaded; ``narrow`` when they are there.
 
         Frozen values have none, nor have offloaded ones before an optimizer is attached.
+
+        Args:
+            is_stepped_later: An optimizer may be attached.
         """
         kind = self._spec.kind
-        is_awaited = self.master is None and kind.trained and kind.master != kind.compute
+        is_awaited = is_stepped_later and self.master is None and kind.trained and kind.master != kind.compute
         if not is_awaited and (self._is_stepped or not kind.is_rounded):
             return
         if self.master is None:

@@ -323,6 +323,21 @@ class Backward:
         if running is not None and running.shows_gradients and running.took_gradient and not running.is_ending:
             self.end()
 
+    def end_before_forward(self) -> None:
+        """End an explicit backward behind which the program runs a forward, inside of it. Collective likewise.
+
+        Raises:
+            RuntimeError: The forward comes before the backward.
+        """
+        self.end_before_use()
+        running = self._running
+        if running is not None and running.shows_gradients and not running.is_ending:
+            raise RuntimeError(
+                "A forward of the model runs inside of `LightningModule.backward` or `backward_scope`, before the first"
+                " backward there: the gathers of both cannot be told apart. Run it in `training_step`, and give its"
+                " result to `backward` with the loss."
+            )
+
     def recover(self) -> None:
         """End a backward of which only nested ones have run, abandon one that an error has ended. Outside of it."""
         running = self._running

@@ -110,6 +110,8 @@ class Scopes:
         self._enter(name, with_root=with_root, in_original=self._dtypes.is_exact)
 
     def _enter(self, name: str, *, with_root: bool, in_original: bool = False) -> None:
+        if not self.is_open and not in_backward():
+            self._backward.end_before_forward()
         self.close_windows()
         if not self.is_open:
             self._check_module()
