@@ -114,6 +114,7 @@ def _read_rank(folder: Path, model_files: Sequence[Path], optimizer_files: Seque
     if stage == 3 and len(models) != len(optimizers):
         raise ValueError(f"`{folder}` has model states of {len(models)} ranks and {len(optimizers)} optimizer states.")
     _check_axes(folder, models[0])
+    _require_names(model_files[0], models[0])
     layers = read_layers(folder, models[0])
     _check_world(optimizers, optimizer_files, models[0] if layers else {})
     source = _Partitions(folder, len(optimizers), stage)
@@ -134,7 +135,7 @@ def _read_weights(folder: Path, path: Path) -> TensorRank:
         stacklevel=4,
     )
     module: dict[str, Any] = model["module"]
-    buffers = {name: _full_precision(module[name]) for name in model["buffer_names"] if name in module}
+    buffers = {name: _full_precision(module[name]) for name in model.get("buffer_names", ()) if name in module}
     values = {**module, **buffers, **_from_files(JoinedTensors(folder), model, layers, {})}
     return TensorRank({**_client_state(model), "state_dict": _named(values, values)}, frozenset(), {})
 
@@ -217,6 +218,16 @@ def _check_axes(folder: Path, model: Mapping[str, Any]) -> None:
         raise ValueError(
             f"`{folder}` is of a program with AutoEP (`expert_parallel` in DeepSpeed's configuration): not supported."
             " Experts of `deepspeed.moe.layer.MoE` are."
+        )
+
+
+def _require_names(path: Path, model: Mapping[str, Any]) -> None:
+    """Refuse a model file that does not say which parameters the flat groups hold, and which tensors are buffers."""
+    absent = next((key for key in ("param_shapes", "buffer_names") if model.get(key) is None), None)
+    if absent is not None:
+        raise ValueError(
+            f"`{path}` has no `{absent}`: it is of a DeepSpeed that does not write names of parameters beside experts."
+            " Load the checkpoint with DeepSpeed 0.19.3 or later, and save it again."
         )
 
 
@@ -505,7 +516,7 @@ def _from_files(
     stacks: JoinedTensors, model: Mapping[str, Any], layers: Mapping[str, Layer], known: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the tensors of experts that are not trained, or all of them, but for further names of tied ones."""
-    buffers = {found[::2] for name in model["buffer_names"] if (found := expert_name(name)) is not None}
+    buffers = {found[::2] for name in model.get("buffer_names", ()) if (found := expert_name(name)) is not None}
     tied = {found[::2] for name in model.get("shared_params") or {} if (found := expert_name(name)) is not None}
     values = {}
     for layer in layers.values():

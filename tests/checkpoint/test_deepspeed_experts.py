@@ -354,18 +354,43 @@ def test_a_fit_does_not_go_on_from_weights_alone(tmp_path: Path) -> None:
         worlds.run(_fit, 2, _program(tmp_path, 0))
 
 
-def test_files_of_early_releases_have_the_experts_of_all_layers(tmp_path: Path) -> None:
+def _as_of_early_releases(folder: Path) -> None:
+    """Change the model file into that of DeepSpeed 0.18.0, whose ``_save_moe_checkpoint`` lists its own entries."""
+    kept = {
+        "module", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
+        "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts",
+    }  # fmt: skip
+
+    def change(content: Any) -> None:
+        for key in content.keys() - kept:
+            del content[key]
+
+    _change(folder / "mp_rank_00_model_states.pt", change)
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in read_foreign(path)["state_dict"].items()}
+
+
+@pytest.mark.parametrize("in_one_file", [False, True], ids=["file-per-layer", "file-of-all-layers"])
+@pytest.mark.filterwarnings("ignore:.*was written without ZeRO")
+def test_weights_of_early_releases_are_read_without_names_of_buffers(in_one_file: bool, tmp_path: Path) -> None:
     model, optimizer = trained(numbers=(2, 2))
-    folder = files.write(tmp_path, model, optimizer, Layout(2, 2, PLAIN))
-    for expert in range(2):
-        content: dict[str, Any] = {}
-        for layer in range(2):
-            path = folder / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
-            content |= torch.load(path)
-            path.unlink()
-        torch.save(content, folder / f"expert_{expert}_mp_rank_00_model_states.pt")
-    _change(folder / "mp_rank_00_model_states.pt", lambda content: content.update(num_experts=2))
-    assert_converted(read_foreign(tmp_path), model, optimizer)
+    folder = files.write(tmp_path, model, optimizer, Layout(0, 4, PLAIN, dtype=torch.float32))
+    expected = _weights(tmp_path)
+    _as_of_early_releases(folder)
+    if in_one_file:
+        for expert in range(2):
+            paths = [_expert(folder, layer, expert) for layer in range(2)]
+            content = {name: value for path in paths for name, value in torch.load(path).items()}
+            torch.save(content, folder / f"expert_{expert}_mp_rank_00_model_states.pt")
+            for path in paths:
+                path.unlink()
+        _change(folder / "mp_rank_00_model_states.pt", lambda content: content.update(num_experts=2))
+    found = _weights(tmp_path)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same(found[name], value, name)
 
 
 # -- What cannot be read -----------------------------------------------------------------------------------------------
@@ -514,6 +539,7 @@ def _pipeline(folder: Path) -> None:
         (_other_step, r"`step` of `blocks.0.experts.up.weight` differs between experts"),
         (_no_divisor, "2 experts per rank, 4 experts of `blocks.0` and 3 ranks do not divide"),
         (_pipeline, "is of a program with pipeline parallelism"),
+        (_as_of_early_releases, r"`.*mp_rank_00_model_states.pt` has no `param_shapes`.*0.19.3 or later, and save it"),
     ],
 )
 def test_what_is_wrong_is_named(harm: Any, message: str, tmp_path: Path) -> None:
