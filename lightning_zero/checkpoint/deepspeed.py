@@ -186,7 +186,10 @@ def _check_files(folder: Path, tensor_rank: int, files: Sequence[Path]) -> None:
 
 
 def _check_kinds(folder: Path, experts: Sequence[Path], optimizers: Sequence[Path]) -> None:
-    """Refuse files of programs that are not read, and those of two saves."""
+    """Refuse files of programs that are not read, and those of two saves.
+
+    With ZeRO the files of experts' optimizer states have none: DeepSpeed before 0.19.5 wrote them nevertheless.
+    """
     if any(path not in experts for pattern in ("layer_*", "*expert*") for path in folder.glob(pattern)):
         raise ValueError(f"`{folder}` is of a program with pipeline parallelism: not supported.")
     if not optimizers and not experts:
@@ -194,12 +197,12 @@ def _check_kinds(folder: Path, experts: Sequence[Path], optimizers: Sequence[Pat
     tensor_rank = next((path for path in experts if _tensor_rank_of(path)), None)
     if tensor_rank is not None:
         refuse_tensor_ranks(folder, tensor_rank)
-    without_zero = [path for path in experts if path.match(OPTIMIZER_STATES)]
-    if optimizers and without_zero:
-        raise ValueError(
-            f"`{without_zero[0]}` was written without ZeRO, and `{optimizers[0]}` with it: one of them was left from"
-            " another save. Remove the files of the other save."
-        )
+    for path in experts if optimizers else ():
+        if path.match(OPTIMIZER_STATES) and _entry(load_deepspeed(path), "optimizer", path) is not None:
+            raise ValueError(
+                f"`{path}` was written without ZeRO, and `{optimizers[0]}` with it: one of them was left from another"
+                " save. Remove the files of the other save."
+            )
 
 
 def _check_axes(folder: Path, model: Mapping[str, Any]) -> None:

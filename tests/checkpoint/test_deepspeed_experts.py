@@ -205,6 +205,14 @@ def test_experts_are_read_with_masters_moments_and_groups(layout: Layout, num_gr
     assert content["global_step"] == 3
 
 
+def test_files_of_optimizer_states_without_any_are_no_other_save(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    folder = files.write(tmp_path, model, optimizer, Layout(2, 4, PLAIN))
+    for rank in range(2):  # DeepSpeed before 0.19.5 writes them beside those of ZeRO
+        torch.save({"optimizer": None}, folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+    assert_converted(read_foreign(tmp_path), model, optimizer)
+
+
 # -- Training goes on --------------------------------------------------------------------------------------------------
 
 
