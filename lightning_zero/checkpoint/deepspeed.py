@@ -40,12 +40,14 @@ from lightning_zero.checkpoint.deepspeed_experts import (
     expert_name,
     expert_ranks,
     is_of_experts,
+    merged_groups,
     other_values,
     our_name,
     possible_orders,
     read_layers,
     refuse_tensor_ranks,
     regroup,
+    regroup_schedule,
     stack,
 )
 from lightning_zero.checkpoint.joined import Copies, JoinedTensors, same
@@ -118,7 +120,7 @@ def _read_rank(folder: Path, model_files: Sequence[Path], optimizer_files: Seque
     layers = read_layers(folder, models[0])
     _check_world(optimizers, optimizer_files, models[0] if layers else {})
     source = _Partitions(folder, len(optimizers), stage)
-    content = {**_client_state(models[0]), **_tensors(source, models, optimizers, layers)}
+    content = _content(source, models, optimizers, layers)
     buffers = frozenset(name.removeprefix(PREFIX) for name in models[0]["buffer_names"])
     return TensorRank(content, buffers, models[0].get("universal_checkpoint_info") or {})
 
@@ -285,7 +287,7 @@ class _Parameter:
     expert: ExpertName | None = None
 
 
-def _tensors(
+def _content(
     source: _Partitions, models: Sequence[Any], optimizers: Sequence[Any], layers: Mapping[str, Layer]
 ) -> dict[str, Any]:
     masters = [optimizer[FLAT_GROUPS[source.stage]] for optimizer in optimizers]
@@ -298,10 +300,29 @@ def _tensors(
     values |= _left_in_module(module, values, source.stage)
     for alias, name in _shared(models[0], values).items():
         values[alias] = values[name]
-    return {
+    strip = _strip(values)
+    content = {
+        **_client_state(models[0]),
         "state_dict": _named(values, [*dict.fromkeys([*module, *values])]),
-        "optimizer_states": [_optimizer(source, parameters, optimizers, _strip(values))],
+        "optimizer_states": [_optimizer(source, parameters, optimizers, strip)],
     }
+    experts = {our_name(one.name)[strip:] for one in parameters if one.expert is not None}
+    return _regrouped(content, experts) if experts else content
+
+
+def _regrouped(content: Mapping[str, Any], experts: Iterable[str]) -> dict[str, Any]:
+    """Return a checkpoint with the user's parameter groups, and with schedules for them."""
+    (saved,) = content["optimizer_states"]
+    groups, progress = saved["param_groups"], content["deepspeed"]
+    merged = merged_groups(groups, experts)
+    found = dict(content)
+    found["optimizer_states"] = [{**saved, "param_groups": regroup(groups, merged)}]
+    if "lr_schedulers" in content:
+        found["lr_schedulers"] = [regroup_schedule(one, merged, len(groups)) for one in content["lr_schedulers"]]
+    if "lr_scheduler" in progress:
+        schedule = regroup_schedule(progress["lr_scheduler"], merged, len(groups))
+        found["deepspeed"] = {**progress, "lr_scheduler": schedule}
+    return found
 
 
 def _named(values: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
@@ -582,11 +603,7 @@ def _optimizer(
         {**{key: value for key, value in group.items() if key not in ("params", "step")}, "params": held}
         for group, held in zip(groups, params, strict=True)
     ]
-    experts = {our_name(one.name)[strip:] for one in parameters if one.expert is not None}
-    return {
-        "state": {name: found for name, found in slots.items() if found},
-        "param_groups": regroup(by_group, experts) if experts else by_group,
-    }
+    return {"state": {name: found for name, found in slots.items() if found}, "param_groups": by_group}
 
 
 def _slots(

@@ -39,12 +39,14 @@ __all__ = [
     "expert_name",
     "expert_ranks",
     "is_of_experts",
+    "merged_groups",
     "other_values",
     "our_name",
     "possible_orders",
     "read_layers",
     "refuse_tensor_ranks",
     "regroup",
+    "regroup_schedule",
     "stack",
 ]
 
@@ -56,6 +58,7 @@ DATA_FIRST = "use_data_before_expert_parallelism"
 SAMPLE = 4096  # elements that are compared
 NOT_ONE_SAVE = "The files are not of one save."
 MARKS = frozenset({"params", "name", "moe"})  # of a group; DeepSpeed's split of a group changes them
+NOT_BY_GROUP = frozenset({"_milestones", "_schedule_phases"})  # lists in schedules' states
 
 
 # -- Names -------------------------------------------------------------------------------------------------------------
@@ -318,29 +321,69 @@ def stack(source: JoinedTensors, key: str, parts: Sequence[Tensor]) -> StoredTen
 # -- Parameter groups --------------------------------------------------------------------------------------------------
 
 
-def regroup(groups: Sequence[Mapping[str, Any]], stacked: Iterable[str]) -> list[dict[str, Any]]:
-    """Undo DeepSpeed's split of parameter groups: experts go back to the one group that has their options.
+def merged_groups(groups: Sequence[Mapping[str, Any]], stacked: Iterable[str]) -> list[list[int]]:
+    """Return the numbers of DeepSpeed's groups that are one group here: experts go back to that with their options.
 
-    If several have, or none, they are a group of their own.
+    If several groups have the experts' options, or none, the experts are a group of their own.
 
     Args:
         groups: With names as ``params``.
         stacked: Names of the experts' parameters.
     """
     experts = set(stacked)
-    kept: list[dict[str, Any]] = []
-    split: list[dict[str, Any]] = []
-    for group in (group for group in groups if group["params"]):
-        (split if experts.issuperset(group["params"]) else kept).append({**group, "params": list(group["params"])})
-    own: list[dict[str, Any]] = []
-    for group in split:
-        alike = [one for one in kept if _have_same_options(one, group)]
-        target = alike if len(alike) == 1 else [one for one in own if _have_same_options(one, group)]
+    filled = [number for number, group in enumerate(groups) if group["params"]]
+    split = [number for number in filled if experts.issuperset(groups[number]["params"])]
+    kept = [[number] for number in filled if number not in split]
+    own: list[list[int]] = []
+    for number in split:
+        alike = [one for one in kept if _have_same_options(groups[one[0]], groups[number])]
+        target = (
+            alike if len(alike) == 1 else [one for one in own if _have_same_options(groups[one[0]], groups[number])]
+        )
         if target:
-            target[0]["params"] += group["params"]
+            target[0].append(number)
         else:
-            own.append({key: value for key, value in group.items() if key not in ("name", "moe")})
+            own.append([number])
     return [*kept, *own]
+
+
+def regroup(groups: Sequence[Mapping[str, Any]], merged: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Undo DeepSpeed's split of parameter groups, given the result of ``merged_groups``."""
+    result = []
+    for numbers in merged:
+        first = groups[numbers[0]]
+        options = {key: value for key, value in first.items() if not (first.get("moe") and key in MARKS)}
+        result.append({**options, "params": [name for number in numbers for name in groups[number]["params"]]})
+    return result
+
+
+def regroup_schedule(state: Any, merged: Sequence[Sequence[int]], num_groups: int) -> Any:
+    """Return a schedule's state whose lists have an entry per group here, in the place of one per DeepSpeed's group.
+
+    Args:
+        state: As ``LRScheduler.state_dict`` returns it.
+        merged: Result of ``merged_groups``.
+        num_groups: Number of DeepSpeed's groups.
+
+    Raises:
+        ValueError: Groups that are one here have other values.
+    """
+    if not isinstance(state, Mapping):
+        return state
+    result = dict(state)
+    for key, value in state.items():
+        if key == "_schedulers":  # of SequentialLR, ChainedScheduler
+            result[key] = [regroup_schedule(one, merged, num_groups) for one in value]
+        elif isinstance(value, list) and len(value) == num_groups and key not in NOT_BY_GROUP:
+            other = next((run for run in merged if not all(same(value[run[0]], value[number]) for number in run)), None)
+            if other is not None:
+                raise ValueError(
+                    f"`{key}` of a schedule has other values for DeepSpeed's parameter groups {other}, which have the"
+                    f" same options and are one group here: {[value[number] for number in other]}. Load the checkpoint"
+                    " in DeepSpeed with a schedule that treats these groups alike, and save it again."
+                )
+            result[key] = [value[run[0]] for run in merged]
+    return result
 
 
 def _have_same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from lightning_zero import load_pretrained
 from lightning_zero.__main__ import main
 from lightning_zero.checkpoint import directory, state
 from lightning_zero.checkpoint.convert import convert, read_foreign
-from lightning_zero.checkpoint.deepspeed_experts import expert_name, our_name, regroup
+from lightning_zero.checkpoint.deepspeed_experts import (
+    expert_name,
+    merged_groups,
+    our_name,
+    regroup,
+    regroup_schedule,
+)
 from lightning_zero.comm.expert_groups import ExpertGroups
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.lightning.strategy import ZeroStrategy
@@ -572,7 +579,8 @@ def test_experts_go_back_to_the_one_group_with_their_options() -> None:
     dense = {"lr": 1.0, "name": "dense", "params": ["a"]}
     other = {"lr": 2.0, "name": "other", "params": ["b"]}
     moe = [{"lr": 1.0, "name": f"ep_size_{size}", "moe": True, "params": [f"e{size}"]} for size in (2, 4)]
-    assert regroup([dense, other, *moe], ["e2", "e4"]) == [{**dense, "params": ["a", "e2", "e4"]}, other]
+    merged = merged_groups([dense, other, *moe], ["e2", "e4"])
+    assert regroup([dense, other, *moe], merged) == [{**dense, "params": ["a", "e2", "e4"]}, other]
     assert dense["params"] == ["a"]
 
 
@@ -580,4 +588,52 @@ def test_experts_go_back_to_the_one_group_with_their_options() -> None:
 def test_experts_are_a_group_of_their_own_otherwise(lr: float) -> None:
     dense = [{"lr": 1.0, "name": name, "params": [name]} for name in ("a", "b")]
     moe = [{"lr": lr, "name": f"ep_size_{size}", "moe": True, "params": [f"e{size}"]} for size in (2, 4)]
-    assert regroup([*dense, *moe], ["e2", "e4"]) == [*dense, {"lr": lr, "params": ["e2", "e4"]}]
+    merged = merged_groups([*dense, *moe], ["e2", "e4"])
+    assert regroup([*dense, *moe], merged) == [*dense, {"lr": lr, "params": ["e2", "e4"]}]
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9, three_phase=True),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.StepLR(optimizer, number + 1) for number in range(5)], milestones=[1, 2, 4, 5]
+    ),
+}
+
+
+def _scheduled(num_groups: int, make: Callable[[torch.optim.Optimizer], Any]) -> Any:
+    lrs = [1e-2, 2e-3, 1e-2, 2e-3]  # DeepSpeed's last two have the experts of the first two
+    groups = [{"params": [nn.Parameter(torch.zeros(()))], "lr": lr} for lr in lrs[:num_groups]]
+    return make(torch.optim.Adam(groups))
+
+
+def _step(scheduler: Any) -> list[float]:
+    scheduler.optimizer.step()
+    scheduler.step(*[1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+    return [group["lr"] for group in scheduler.optimizer.param_groups]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+@pytest.mark.parametrize("owner", ["lightning", "deepspeed"])
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_schedules_go_on_with_the_groups_before_the_split(make: Any, owner: str, tmp_path: Path) -> None:
+    theirs = _scheduled(4, make)
+    for _ in range(3):
+        _step(theirs)
+    state = theirs.state_dict()
+    client = {"lr_schedulers": [state]} if owner == "lightning" else {"lr_scheduler": state}
+    files.write(tmp_path, *trained(2), Layout(2, 2, PLAIN), client)
+    content = read_foreign(tmp_path)
+    ours = _scheduled(2, make)
+    ours.load_state_dict(content["lr_schedulers"][0])
+    for group, other in zip(ours.optimizer.param_groups, theirs.optimizer.param_groups, strict=False):
+        group["lr"] = other["lr"]
+    for _ in range(3):
+        assert _step(ours) == _step(theirs)[:2]
+
+
+def test_schedules_that_tell_merged_groups_apart_are_refused() -> None:
+    state = {"base_lrs": [1.0, 2.0, 1.0], "_last_lr": [0.5, 0.5, 0.25]}
+    with pytest.raises(ValueError, match=r"`_last_lr` of a schedule has other values .* groups \[0, 2\], .*alike"):
+        regroup_schedule(state, [[0, 2], [1]], 3)
