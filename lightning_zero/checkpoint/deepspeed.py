@@ -128,6 +128,11 @@ def _read_rank(folder: Path, model_files: Sequence[Path], optimizer_files: Seque
 def _read_weights(folder: Path, path: Path) -> TensorRank:
     """Read the files of a program with experts and without ZeRO."""
     model = load_deepspeed(path)
+    if model.get("param_shapes") is not None:
+        raise ValueError(
+            f"`{folder}` was written with ZeRO, and lacks the optimizer states of its ranks (`{OPTIMIZER_STATES}`). Copy"
+            " the files of all ranks into one folder: on several nodes each may have written its own."
+        )
     _check_axes(folder, model)
     layers = read_layers(folder, model)
     warnings.warn(

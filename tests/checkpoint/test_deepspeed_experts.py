@@ -498,6 +498,11 @@ def _rank_missing(folder: Path) -> None:
     (folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").unlink()
 
 
+def _without_ranks(folder: Path) -> None:
+    for path in folder.glob("*_optim_states.pt"):
+        path.unlink()
+
+
 def _two_saves(folder: Path) -> None:
     torch.save({"optimizer": {}}, folder / "expp_rank_0_mp_rank_00_optim_states.pt")
 
@@ -549,6 +554,10 @@ def _pipeline(folder: Path) -> None:
         (_extra_state, r"`.*layer_0_expert_3_.*` has `blocks.0.*_extra_state`, which is no tensor"),
         (_other_structure, r"`.*layer_0_expert_0_.*` and `.*layer_0_expert_3_.*` have different tensors: `more`"),
         (_rank_missing, "was written by 4 ranks, and has the optimizer states of 3"),
+        (
+            _without_ranks,
+            r"was written with ZeRO, and lacks the optimizer states of its ranks \(`\*_optim_states.pt`\)",
+        ),
         (_two_saves, r"`.*expp_rank_0_.*` was written without ZeRO, and `.*zero_pp_rank_0_.*` with it"),
         (_partly_trained, "the optimizer trains `down.weight` of some experts of `blocks.0`, and not of all"),
         (_other_step, r"`step` of `blocks.0.experts.up.weight` differs between experts"),
