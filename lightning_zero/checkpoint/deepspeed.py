@@ -166,6 +166,11 @@ def _files_by_tensor_rank(folder: Path) -> list[tuple[list[Path], list[Path]]]:
         for pattern in (MODEL_STATES, OPTIMIZER_STATES)
     ]
     experts = [path for path in folder.iterdir() if is_of_experts(path)]
+    if not paths[0]:
+        raise ValueError(
+            f"`{folder}` lacks `mp_rank_00_model_states.pt`, and has files of experts (`{experts[0].name}`). Copy the files"
+            " of all ranks into one folder: on several nodes each may have written its own."
+        )
     _check_kinds(folder, experts, paths[1])
     num_ranks = 1 + max(_tensor_rank_of(path) for files in paths for path in files)
     found = [

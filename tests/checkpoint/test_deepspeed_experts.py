@@ -503,6 +503,15 @@ def _without_ranks(folder: Path) -> None:
         path.unlink()
 
 
+def _without_model(folder: Path) -> None:
+    (folder / "mp_rank_00_model_states.pt").unlink()
+
+
+def _experts_alone(folder: Path) -> None:
+    _without_model(folder)
+    _without_ranks(folder)
+
+
 def _two_saves(folder: Path) -> None:
     torch.save({"optimizer": {}}, folder / "expp_rank_0_mp_rank_00_optim_states.pt")
 
@@ -558,6 +567,8 @@ def _pipeline(folder: Path) -> None:
             _without_ranks,
             r"was written with ZeRO, and lacks the optimizer states of its ranks \(`\*_optim_states.pt`\)",
         ),
+        (_without_model, "lacks `mp_rank_00_model_states.pt`, and has files of experts .*Copy"),
+        (_experts_alone, "lacks `mp_rank_00_model_states.pt`, and has files of experts .*Copy"),
         (_two_saves, r"`.*expp_rank_0_.*` was written without ZeRO, and `.*zero_pp_rank_0_.*` with it"),
         (_partly_trained, "the optimizer trains `down.weight` of some experts of `blocks.0`, and not of all"),
         (_other_step, r"`step` of `blocks.0.experts.up.weight` differs between experts"),
