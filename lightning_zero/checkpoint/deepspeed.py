@@ -60,6 +60,7 @@ __all__ = ["find_deepspeed", "read_deepspeed"]
 
 MODEL_STATES = "*mp_rank_*_model_states.pt"
 OPTIMIZER_STATES = "*_optim_states.pt"
+OF_PIPELINES = ("layer_*-model_states.pt", "*expert*_states.pt")
 
 # Entries that DeepSpeed puts beside the user's own; those that hold progress are kept under "deepspeed".
 PROGRESS = ("lr_scheduler", "global_steps", "global_samples", "skipped_steps", "ds_version")
@@ -202,7 +203,7 @@ def _check_kinds(folder: Path, experts: Sequence[Path], optimizers: Sequence[Pat
 
     With ZeRO the files of experts' optimizer states have none: DeepSpeed before 0.19.5 wrote them nevertheless.
     """
-    if any(path not in experts for pattern in ("layer_*", "*expert*") for path in folder.glob(pattern)):
+    if any(path not in experts for pattern in OF_PIPELINES for path in folder.glob(pattern)):
         raise ValueError(f"`{folder}` is of a program with pipeline parallelism: not supported.")
     if not optimizers and not experts:
         raise ValueError(f"`{folder}` has no `{OPTIMIZER_STATES}`: it was not written by ZeRO stage 1, 2 or 3.")

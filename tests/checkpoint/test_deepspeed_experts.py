@@ -220,6 +220,14 @@ def test_files_of_optimizer_states_without_any_are_no_other_save(tmp_path: Path)
     assert_converted(read_foreign(tmp_path), model, optimizer)
 
 
+def test_files_of_the_user_beside_them_are_left_alone(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    folder = files.write(tmp_path, model, optimizer, Layout(2, 2, PLAIN))
+    for name in ("layer_norms.json", "experts.txt", "expert_counts.pt"):
+        (folder / name).write_text("mine")
+    assert_converted(read_foreign(tmp_path), model, optimizer)
+
+
 # -- Training goes on --------------------------------------------------------------------------------------------------
 
 
