@@ -121,6 +121,11 @@ def _read_rank(folder: Path, model_files: Sequence[Path], optimizer_files: Seque
     layers = read_layers(folder, models[0])
     _check_world(optimizers, optimizer_files, models[0] if layers else {})
     source = _Partitions(folder, len(optimizers), stage)
+    if layers and isinstance(optimizers[0][BASE_STATE[stage]], list):
+        raise ValueError(
+            f"`{folder}` was written with `elastic_checkpoint`, so it has no options of parameter groups, which would"
+            " say to which group the experts belong. Load it in DeepSpeed, and save it again without this key."
+        )
     content = _content(source, models, optimizers, layers)
     buffers = frozenset(name.removeprefix(PREFIX) for name in models[0]["buffer_names"])
     return TensorRank(content, buffers, models[0].get("universal_checkpoint_info") or {})
@@ -131,8 +136,8 @@ def _read_weights(folder: Path, path: Path) -> TensorRank:
     model = load_deepspeed(path)
     if model.get("param_shapes") is not None:
         raise ValueError(
-            f"`{folder}` was written with ZeRO, and lacks the optimizer states of its ranks (`{OPTIMIZER_STATES}`). Copy"
-            " the files of all ranks into one folder: on several nodes each may have written its own."
+            f"`{folder}` was written with ZeRO, and lacks the optimizer states of its ranks (`{OPTIMIZER_STATES}`)."
+            " Copy the files of all ranks into one folder: on several nodes each may have written its own."
         )
     _check_axes(folder, model)
     layers = read_layers(folder, model)
@@ -169,8 +174,8 @@ def _files_by_tensor_rank(folder: Path) -> list[tuple[list[Path], list[Path]]]:
     experts = [path for path in folder.iterdir() if is_of_experts(path)]
     if not paths[0]:
         raise ValueError(
-            f"`{folder}` lacks `mp_rank_00_model_states.pt`, and has files of experts (`{experts[0].name}`). Copy the files"
-            " of all ranks into one folder: on several nodes each may have written its own."
+            f"`{folder}` lacks `mp_rank_00_model_states.pt`, and has files of experts (`{experts[0].name}`). Copy the"
+            " files of all ranks into one folder: on several nodes each may have written its own."
         )
     _check_kinds(folder, experts, paths[1])
     num_ranks = 1 + max(_tensor_rank_of(path) for files in paths for path in files)

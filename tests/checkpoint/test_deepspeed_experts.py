@@ -543,6 +543,15 @@ def _other_step(folder: Path) -> None:
     _change(folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", change)
 
 
+def _elastic(folder: Path) -> None:
+    def change(content: Any) -> None:  # _get_base_optimizer_state of runtime/zero/stage_1_and_2.py
+        optimizer = content["optimizer_state_dict"]
+        optimizer["base_optimizer_state"] = list(optimizer["base_optimizer_state"]["state"].values())
+
+    for path in folder.glob("*_optim_states.pt"):
+        _change(path, change)
+
+
 def _no_divisor(folder: Path) -> None:
     _change(folder / "mp_rank_00_model_states.pt", lambda content: content.update(dp_world_size=3))
     _rank_missing(folder)
@@ -580,6 +589,7 @@ def _pipeline(folder: Path) -> None:
         (_two_saves, r"`.*expp_rank_0_.*` was written without ZeRO, and `.*zero_pp_rank_0_.*` with it"),
         (_partly_trained, "the optimizer trains `down.weight` of some experts of `blocks.0`, and not of all"),
         (_other_step, r"`step` of `blocks.0.experts.up.weight` differs between experts"),
+        (_elastic, "was written with `elastic_checkpoint`, so it has no options of parameter groups.*save it again"),
         (_no_divisor, "2 experts per rank, 4 experts of `blocks.0` and 3 ranks do not divide"),
         (_pipeline, "is of a program with pipeline parallelism"),
         (_as_of_early_releases, r"`.*mp_rank_00_model_states.pt` has no `param_shapes`.*0.19.3 or later, and save it"),
