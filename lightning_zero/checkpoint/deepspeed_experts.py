@@ -206,17 +206,22 @@ def _sizes_of_layers(folder: Path, model: Mapping[str, Any], found: Mapping[str,
     routers = {
         match[1] or "": value.shape[0] for name, value in model["module"].items() if (match := ROUTER.fullmatch(name))
     }
+    written = model.get("num_experts")
+    numbers = [written] if isinstance(written, int) else list(written or [])
     for layer in routers.keys() ^ found.keys():
         shown = _shown(layer)
         if layer in routers:
             raise ValueError(f"`{folder}` has a router of `{shown}`, and no file of its experts. {NOT_ONE_SAVE}")
         path = next(iter(found[layer].values()))[0]
+        if len(numbers) > len(routers):
+            raise ValueError(
+                f"`{path}` has an expert of `{shown}`, whose router is not in the model file: it is frozen, and the"
+                " checkpoint was saved with `exclude_frozen_parameters=True`. Save it without this argument."
+            )
         raise ValueError(
             f"`{path}` has an expert of `{shown}`, which has no router in the model file. The file was left from"
             " another save: remove it."
         )
-    written = model.get("num_experts")
-    numbers = [written] if isinstance(written, int) else list(written or [])
     if routers and set(numbers) != set(routers.values()):
         raise ValueError(
             f"`{folder}` was written with {numbers} experts per layer, and its routers choose among"

@@ -470,6 +470,11 @@ def _other_layer(folder: Path) -> None:
     torch.save(content, _expert(folder, 2, 0))
 
 
+def _without_frozen_router(folder: Path) -> None:
+    path = folder / "mp_rank_00_model_states.pt"
+    _change(path, lambda content: content["module"].pop("blocks.1.deepspeed_moe.gate.wg.weight"))
+
+
 def _tensor_ranks(folder: Path) -> None:
     content = torch.load(_expert(folder, 0, 0))
     torch.save(content, folder / "layer_0_expert_0_mp_rank_01_model_states.pt")
@@ -572,6 +577,10 @@ def _pipeline(folder: Path) -> None:
         (_exchanged, r"`.*layer_0_expert_1_.*` has other values than the optimizer states of its data ranks"),
         (_without_layer, r"has a router of `blocks.1`, and no file of its experts"),
         (_other_layer, r"`.*layer_2_expert_0_.*` has an expert of `blocks.2`, which has no router.*remove it"),
+        (
+            _without_frozen_router,
+            r"`.*layer_1_.*` .* `blocks.1`, whose router is not in .*`exclude_frozen_parameters=True`",
+        ),
         (_tensor_ranks, r"`.*layer_0_expert_0_mp_rank_01_.*` is of another tensor rank.*load_pretrained"),
         (_model_of_tensor_rank, r"`.*mp_rank_01_model_states.pt` is of another tensor rank.*load_pretrained"),
         (_other_number, r"was written with \[8, 2\] experts per layer, and its routers choose among \[4, 2\]"),
