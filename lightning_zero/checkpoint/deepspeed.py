@@ -39,6 +39,7 @@ from lightning_zero.checkpoint.deepspeed_experts import (
     Layer,
     expert_name,
     expert_ranks,
+    further_names,
     is_of_experts,
     merged_groups,
     other_values,
@@ -308,7 +309,9 @@ def _content(
 ) -> dict[str, Any]:
     masters = [optimizer[FLAT_GROUPS[source.stage]] for optimizer in optimizers]
     parameters = _parameters(source, models[0], optimizers=optimizers, layers=layers, masters=masters)
-    module, buffers = models[0]["module"], [name for name in models[0]["buffer_names"] if name in models[0]["module"]]
+    # Experts are there under further names of their layer.
+    module = {name: value for name, value in models[0]["module"].items() if expert_name(name) is None}
+    buffers = [name for name in models[0]["buffer_names"] if name in module]
     values = {one.name: source.whole(one.name, one, lambda rank, group: masters[rank][group]) for one in parameters}
     values |= _from_files(source.stacks, models[0], layers, values)
     values |= _frozen(source, models)
@@ -316,6 +319,9 @@ def _content(
     values |= _left_in_module(module, values, source.stage)
     for alias, name in _shared(models[0], values).items():
         values[alias] = values[name]
+    for alias, name in further_names(models[0], layers).items():
+        stacks = [ExpertName(name, 0, tensor) for tensor in layers[name].tensors]
+        values |= {one._replace(layer=alias).stacked: values[one.stacked] for one in stacks if one.stacked in values}
     strip = _strip(values)
     content = {
         **_client_state(models[0]),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -38,6 +38,7 @@ __all__ = [
     "Layer",
     "expert_name",
     "expert_ranks",
+    "further_names",
     "is_of_experts",
     "merged_groups",
     "other_values",
@@ -161,6 +162,19 @@ def read_layers(folder: Path, model: Mapping[str, Any]) -> dict[str, Layer]:
     return {layer: _layer(folder, layer, sizes[layer], held) for layer, held in found.items()}
 
 
+def further_names(model: Mapping[str, Any], layers: Container[str]) -> dict[str, str]:
+    """Return the further names of layers that a model has under several; they have no files.
+
+    Args:
+        model: Content of the model file.
+        layers: Names of the layers that have files.
+    """
+    shared = model.get("shared_params") or {}
+    routers = [(ROUTER.fullmatch(alias), ROUTER.fullmatch(name)) for alias, name in shared.items()]
+    names = {alias[1] or "": name[1] or "" for alias, name in routers if alias and name}
+    return {alias: name for alias, name in names.items() if alias not in layers}
+
+
 def refuse_tensor_ranks(folder: Path, path: Path) -> NoReturn:
     """Refuse experts beside several tensor ranks.
 
@@ -202,16 +216,22 @@ def _read_expert(path: Path) -> list[tuple[str, int, Mapping[str, Tensor]]]:
 
 
 def _sizes_of_layers(folder: Path, model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of experts of every layer, as routers have it."""
+    """Return the number of experts of every layer, as routers have it; not of further names of a layer."""
+    further = further_names(model, found)
     routers = {
-        match[1] or "": value.shape[0] for name, value in model["module"].items() if (match := ROUTER.fullmatch(name))
+        layer: value.shape[0]
+        for name, value in model["module"].items()
+        if (match := ROUTER.fullmatch(name)) and (layer := match[1] or "") not in further
     }
     written = model.get("num_experts")
     numbers = [written] if isinstance(written, int) else list(written or [])
     for layer in routers.keys() ^ found.keys():
         shown = _shown(layer)
         if layer in routers:
-            raise ValueError(f"`{folder}` has a router of `{shown}`, and no file of its experts. {NOT_ONE_SAVE}")
+            raise ValueError(
+                f"`{folder}` has a router of `{shown}`, and no file of its experts. {NOT_ONE_SAVE} A layer that a model"
+                " has under two names is converted from checkpoints of ZeRO alone."
+            )
         path = next(iter(found[layer].values()))[0]
         if len(numbers) > len(routers):
             raise ValueError(

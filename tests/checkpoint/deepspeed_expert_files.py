@@ -164,7 +164,8 @@ def _local_name(name: str, model: nn.Module, layout: Layout, rank: int) -> str |
     if not inside:
         return name
     number, _, tensor = rest.partition(".")
-    count = len(layers(model)[layer].deepspeed_moe.experts.deepspeed_experts) // layout.sizes[layer]  # type: ignore
+    experts = model.get_submodule(f"{layer}{INSIDE}".strip("."))
+    count = len(experts) // layout.sizes[layer]  # type: ignore
     local = int(number) - layout.expert_rank(layer, rank) * count
     return f"{layer}{inside}{local}.{tensor}" if 0 <= local < count else None
 
@@ -282,7 +283,10 @@ def _model_states(model: nn.Module, optimizer: Optimizer, layout: Layout) -> dic
     lowered = copy.deepcopy(model)
     for param in lowered.parameters():
         param.data = param.data.to(layout.dtype)
-    module = OrderedDict(lowered.state_dict())
+    state = lowered.state_dict().items()
+    module = OrderedDict(
+        (own, value) for name, value in state if (own := _local_name(name, model, layout, 0)) is not None
+    )
     for name in layers(model):  # _get_non_moe_state_dict
         for key in [key for key in module if key.startswith(f"{name}.") and "expert" in key]:
             if "moe.gate.wg.weight" not in key:
@@ -293,7 +297,8 @@ def _model_states(model: nn.Module, optimizer: Optimizer, layout: Layout) -> dic
         for name, param in model.named_parameters(remove_duplicate=False)
         if names[id(param)] != name and _local_name(name, model, layout, 0) is not None
     }
-    buffers = [_local_name(name, model, layout, 0) for name, _ in model.named_buffers()]  # _get_buffer_names
+    every = model.named_buffers(remove_duplicate=False)  # _get_buffer_names
+    buffers = [_local_name(name, model, layout, 0) for name, _ in every]
     frozen = {name: param for name, param in _local(model, layout, 0).items() if not param.requires_grad}
     keeps = layout.stage == 2  # zero_optimization_partition_gradients
     groups = _groups(model, optimizer, layout, 0)

@@ -228,6 +228,33 @@ def test_files_of_the_user_beside_them_are_left_alone(tmp_path: Path) -> None:
     assert_converted(read_foreign(tmp_path), model, optimizer)
 
 
+def _under_two_names(layer: Callable[..., nn.Module]) -> nn.Module:
+    model = nn.Module()
+    model.one = Model(layer)
+    model.two = model.one.blocks[1]
+    return model
+
+
+def test_a_layer_under_two_names_is_read_once(tmp_path: Path) -> None:
+    worlds.seed()
+    theirs = _under_two_names(their_layer)
+    optimizer = torch.optim.AdamW(groups_of(theirs), lr=1e-2)
+    train(theirs.one, optimizer, 2, range(2))
+    sizes = {"one.blocks.0": 2, "one.blocks.1": 2, "two": 2}
+    files.write(tmp_path / "theirs", theirs, optimizer, Layout(2, 2, sizes, dtype=torch.float32))
+    content = read_foreign(tmp_path / "theirs")
+    aliases = [name for name in content["state_dict"] if name.startswith("two.")]
+    assert not any("deepspeed_moe" in name for name in content["state_dict"])
+    assert not any(name in content["optimizer_states"][0]["state"] for name in aliases)
+    convert(str(tmp_path / "theirs"), str(tmp_path / "ours"))
+    ours = _under_two_names(our_layer)
+    load_pretrained(ours, tmp_path / "ours")
+    values = {name: value for name, value in theirs.state_dict().items() if not name.endswith("outer.weight")}
+    for name, value in stacked(theirs, values).items():
+        assert_same(content["state_dict"][name], value, name)
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
 # -- Training goes on --------------------------------------------------------------------------------------------------
 
 
