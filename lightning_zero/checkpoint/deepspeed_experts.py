@@ -159,6 +159,7 @@ def read_layers(folder: Path, model: Mapping[str, Any]) -> dict[str, Layer]:
                 )
             others[number] = path, tensors
     sizes = _sizes_of_layers(folder, model, found)
+    _refuse_dropped(folder, model, sizes)
     return {layer: _layer(folder, layer, sizes[layer], held) for layer, held in found.items()}
 
 
@@ -248,6 +249,17 @@ def _sizes_of_layers(folder: Path, model: Mapping[str, Any], found: Mapping[str,
             f" {list(routers.values())}. {NOT_ONE_SAVE}"
         )
     return routers
+
+
+def _refuse_dropped(folder: Path, model: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
+    """Refuse buffers that DeepSpeed took for those of experts, because of their names, and wrote nowhere."""
+    for name in model.get("buffer_names", ()) if layers else ():
+        if "expert" in name and expert_name(name) is None and name not in model["module"]:
+            raise ValueError(
+                f"`{folder}` does not have the buffer `{name}`: DeepSpeed leaves out tensors inside of a `MoE` whose"
+                " names contain `expert`. In the program that trains, rename the module or the attribute that brings it"
+                " into the name, and save the checkpoint again."
+            )
 
 
 def _layer(folder: Path, layer: str, count: int, held: Mapping[int, tuple[Path, Mapping[str, Tensor]]]) -> Layer:

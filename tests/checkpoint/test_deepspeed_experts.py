@@ -638,6 +638,17 @@ def test_what_is_wrong_is_named(harm: Any, message: str, tmp_path: Path) -> None
         read_foreign(tmp_path)
 
 
+@pytest.mark.parametrize("stage", [0, 2], ids="stage{}".format)
+def test_buffers_that_deepspeed_took_for_those_of_experts_are_named(stage: int, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    model.blocks[0].mlp.register_buffer("table", torch.ones(WIDTH))
+    wrapped = nn.Module()
+    wrapped.expert_stack = model
+    files.write(tmp_path, wrapped, optimizer, Layout(stage, 2, {f"expert_stack.{name}": 2 for name in PLAIN}))
+    with pytest.raises(ValueError, match=r"does not have the buffer `expert_stack.blocks.0.mlp.table`: .* rename"):
+        read_foreign(tmp_path)
+
+
 # -- Names and groups --------------------------------------------------------------------------------------------------
 
 
