@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.comm.expert_groups import ExpertGroups
+from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.moe import MoE
-from lightning_zero.moe.division import divide_experts
+from lightning_zero.moe.division import divide_experts, grid_of_experts
 from lightning_zero.moe.exchange import ExpertRanks
 from tests.simulated_device import SimulatedDevice
 from tests.simulated_transport import BACKEND
@@ -146,6 +148,28 @@ def _late_rows(rank: int, world: int, folder: Path, options: dict[str, Any]) -> 
 def test_shared_experts_run_before_the_rows_of_others_are_there(options: dict[str, Any], tmp_path: Path) -> None:
     """In the forward and in the backward; in a serial order the ranks would wait for each other."""
     run(_late_rows, 2, tmp_path, options)
+
+
+def _num_gathers(rank: int, world: int, shares: bool) -> int:
+    """Return the gathers of a step in which experts are a unit, sharded over the ranks."""
+    layer, groups = _layer(), ExpertGroups(1, 30.0)
+    if not shares:
+        layer.shared_expert = None
+    ranks = ExpertRanks(groups.expert_group)
+    parts = divide_experts(layer, ranks)
+    engine = ZeroEngine(3, units=["Experts"])
+    engine.shard(layer, grid=grid_of_experts(parts, groups.shard_group, world))
+    ranks.meet = engine.meet
+    with engine.scope("training_step"):
+        loss = layer(_tokens(rank, 9).requires_grad_())[0].square().sum()
+    loss.backward()
+    found = engine.stats().calls["all_gather"]
+    engine.close()
+    return found
+
+
+def test_experts_are_not_gathered_again_for_the_backward_of_a_shared_expert() -> None:
+    assert run(_num_gathers, 2, True) == run(_num_gathers, 2, False)
 
 
 # -- Padded rows -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ Note [Gathering again in backward]
     And while a scope runs, tensors that autograd saves and that lie in a unit's buffer are kept with it, and
     it is gathered when backward unpacks them (``saved_tensors``): so a loss that leaves by a side attribute, a
     parameter used outside its module and a unit that was given back early are all right. Inside activation
-    checkpointing the checkpoint's own hooks are on top; it recomputes the forward, which gathers.
+    checkpointing the checkpoint's own hooks are on top; it recomputes the forward, which gathers. Outputs may come from
+    other modules, whose backward runs when the unit has its gradients: for these it is not gathered again.
 
 Note [Giving back in backward]
     A unit is given back when all its gradients have arrived. A frozen parameter brings no gradient, so a unit with one
@@ -54,7 +55,13 @@ class BackwardHooks:
         if not (unit.is_sharded_between_uses and may_keep_handles()):
             return
 
+        come_to = -1  # the last backward of PyTorch that came to one of the outputs
+
         def pre_backward(_: Any) -> None:
+            nonlocal come_to
+            if come_to == torch._C._current_graph_task_id() and unit.is_passed:
+                return
+            come_to = torch._C._current_graph_task_id()
             if awaited is not None:
                 unit.await_inputs(awaited)
             self._uses.make_whole_in_backward(unit)

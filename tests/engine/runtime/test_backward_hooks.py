@@ -138,3 +138,47 @@ def _frozen(rank: int, world: int) -> None:
 
 def test_units_with_frozen_parameters_pass_gradients_on() -> None:
     worlds.run(_frozen, 2)
+
+
+class _Passing(nn.Module):
+    """Returns a result, and another tensor that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), other
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.block = _Passing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result, other = self.block(x, self.before(x).tanh())
+        return (result + other).square().sum()
+
+
+def _passed_on(rank: int, world: int) -> list[int]:
+    """Return the gathers of each step, whose backward comes to the other tensor behind the block."""
+    worlds.seed()
+    module = _Branches()
+    engine = _engine(module, units=["_Passing"])
+    calls = [0]
+    for _ in range(3):
+        with engine.scope("training_step"):
+            loss = module(torch.ones(2, 4, requires_grad=True))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert _states(engine) == {UnitState.SHARDED}
+        calls.append(engine.stats().calls["all_gather"])
+    engine.close()
+    return [one - other for one, other in zip(calls[1:], calls, strict=False)]
+
+
+def test_a_unit_with_all_gradients_is_not_gathered_for_a_tensor_that_it_passes_on() -> None:
+    """The root and the block are gathered once in the forward, and once in each of two backwards."""
+    assert worlds.run(_passed_on, 2) == [[6, 6, 6]] * 2
