@@ -60,6 +60,11 @@ class ExpertGroups:
         self.expert_group = self._groups.neighbours
         self.shard_group = self._groups.across
 
+    @property
+    def are_distrusted(self) -> bool:
+        """Whether the groups are not lent again."""
+        return self._groups.is_broken
+
     def distrust(self) -> None:
         """Do not lend the groups again: calls of an interrupted step may be in flight. No collective."""
         self._groups.destroy()

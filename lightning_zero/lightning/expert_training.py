@@ -90,7 +90,7 @@ class ExpertTraining:
             raise ValueError(
                 _divided(module, done, f"and `expert_parallel={self.groups.size}` would divide them otherwise.")
             )
-        done.ranks.group = self.groups.expert_group
+        done.ranks.move(self.groups.expert_group)
         show_parts(module.parameters())  # to the engine, until `show_wholes`
         data_ranks = self.groups.num_groups * self.groups.size
         return grid_of_experts(done.parts, self.groups.shard_group, data_ranks, around)
@@ -140,10 +140,16 @@ class ExpertTraining:
             done.run.is_running = True
 
     def end(self, module: nn.Module | None) -> None:
-        """Let no other strategy train the module: its gradients would be those of parts."""
+        """Let no other strategy train the module: its gradients would be those of parts.
+
+        Raises:
+            CollectiveError: An exchange that the run has left did not end.
+        """
         done: _DividedModule | None = None if module is None else vars(module).get(_KEY)
         if done is not None:
             done.run.is_running = False
+            if not self.groups.are_distrusted:
+                done.ranks.settle()
 
 
 def refuse_divided_module(module: nn.Module) -> None:

@@ -17,6 +17,10 @@ Note [On their way]
     before the exchange. PyTorch runs the latest node of those that are ready, so nodes that were made between both run
     between both in the backward too.
 
+    An error between both leaves a transfer that nobody waits for, and so does a recomputation that ends there because
+    it has what it needs. gloo would stop reading if a message came for a tensor that is gone. So the ranks keep the
+    transfer, and wait for it before the next one.
+
 Note [Padded rows]
     With ``room`` every rank sends as many rows to every expert, of which the last ones are zeros. Sizes are known on
     the host then, and nobody waits for a device; numbers of rows travel all the same, and stay on it. Rows that have
@@ -74,9 +78,25 @@ class ExpertRanks:
         self.meet = meet
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._last: _Transfer | None = None  # that was started; see Note [On their way]
 
     def __deepcopy__(self, memo: Any) -> ExpertRanks:
         return self
+
+    def move(self, group: dist.ProcessGroup) -> None:
+        """Make exchanges over the group of another run, which has the same number of ranks. No collective."""
+        if group is not self.group:
+            self._last = None
+        self.group = group
+
+    def settle(self) -> None:
+        """Wait for a transfer that nobody has waited for. All ranks of the group have started it.
+
+        Raises:
+            CollectiveError: A rank of the group did not come in time, or has failed.
+        """
+        if self._last is not None:
+            self._last.wait()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks the first one's values. Collective: all ranks of the group."""
@@ -99,6 +119,7 @@ class ExpertRanks:
 
     def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, _Transfer]:
         """Return the rows of ``exchange`` before they have arrived, and their transfer. Collective likewise."""
+        self.settle()
         self.meet()
         rows = rows.detach().contiguous()
         with self._named(len(rows)):
@@ -108,7 +129,8 @@ class ExpertRanks:
                 result = rows.new_empty(sum(receive), *rows.shape[1:])
                 sizes = list(receive), list(send)
                 works = [dist.all_to_all_single(result, rows, *sizes, group=self.group, async_op=True)]
-        return result, _Transfer(self, len(rows), works)
+        self._last = _Transfer(self, len(rows), works)
+        return result, self._last
 
     @contextmanager
     def _named(self, num_rows: int) -> Iterator[None]:
@@ -143,13 +165,14 @@ class _Transfer:
         self._works = works
 
     def wait(self) -> None:
-        """Wait: on a GPU the current stream does, and not the host.
+        """Wait, once: on a GPU the current stream does, and not the host.
 
         Raises:
             CollectiveError: A rank of the group did not come in time, or has failed.
         """
+        works, self._works = self._works, ()
         with self._ranks._named(self._num_rows):
-            for work in self._works:
+            for work in works:
                 work.wait()
 
 

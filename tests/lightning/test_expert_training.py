@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -92,3 +93,34 @@ def _plan(rank: int, world: int) -> list[str]:
 def test_the_plan_names_the_groups() -> None:
     line = "experts of 1 layers: divided over 2 neighbouring ranks, 2 of a layer on each; sharded over 2 ranks"
     assert run(_plan, 4) == [[line]] * 4
+
+
+class Leaving(Program):
+    """Ends its first fit with a transfer that nobody has waited for; with ``fails`` rank 1 has not started it."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def on_train_end(self) -> None:
+        if self.trainer.max_epochs == 1:
+            if not self.fails or self.global_rank == 0:
+                self.moe.experts.ranks.start(torch.ones(2, H), [1, 1], [1, 1])  # type: ignore[union-attr]
+            if self.fails:
+                raise ArithmeticError("the end")
+
+
+def _left(rank: int, world: int, fails: bool) -> bool:
+    module = Leaving(fails)
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
+        _fit(module, rank, world, 2)
+    last = module.moe.experts.ranks._last  # type: ignore[union-attr]
+    is_left = bool(last._works)  # type: ignore[union-attr]
+    fitted = trainer(rank, world, ZeroStrategy(stage=2, expert_parallel=2), max_epochs=2)
+    fitted.fit(module, _loader())
+    return is_left
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fit_waits_for_what_is_on_its_way_unless_it_has_failed(fails: bool) -> None:
+    assert run(_left, 2, fails)[0] == fails

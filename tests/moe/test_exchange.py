@@ -190,3 +190,17 @@ def _copied(rank: int, world: int) -> bool:
 
 def test_copies_of_a_module_share_the_ranks() -> None:
     assert run(_copied, 2) == [True, True]
+
+
+def _moved(rank: int, world: int) -> Tensor:
+    """Leave a transfer on rank 0, as an interrupted run does; return rows over the groups of the next run."""
+    ranks = ExpertRanks(dist.new_group())
+    if rank == 0:
+        ranks.start(torch.ones(1, H), [0, 1], [0, 1])
+    ranks.move(dist.new_group())
+    return ranks.exchange(torch.full((2, H), float(rank)), [1, 1], [1, 1])
+
+
+def test_what_an_interrupted_run_has_left_is_not_waited_for_over_other_groups() -> None:
+    for rows in run(_moved, 2):
+        assert rows[:, 0].tolist() == [0.0, 1.0]
