@@ -98,25 +98,30 @@ class Experts(nn.Module):
         offsets: Tensor,
         *,
         room: int | None = None,
-        meanwhile: Callable[[], Any] | None = None,
-    ) -> Any:
+        meanwhile: Callable[[Tensor], Sequence[Tensor]] | None = None,
+        beside: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute each row by its expert.
 
         Args:
             rows: (M, H), sorted by expert.
             offsets: (E,) int32: where the rows of each expert end.
             room: With divided experts: rows that a rank sends to each expert; see ``send_rows``.
-            meanwhile: Runs while rows are on their way to other ranks.
+            meanwhile: Runs on ``beside`` while rows are on their way to other ranks.
+            beside: An input as ``rows`` is: a checkpoint of this module detaches it from what came before.
 
         Returns:
-            (M, H); rows from ``offsets[-1]`` on mean nothing. With ``meanwhile`` a pair of this and its result.
+            (M, H); rows from ``offsets[-1]`` on mean nothing. With ``meanwhile`` a tuple of this and its results.
         """
         sent = None
         if self.ranks is not None:
             sent = send_rows(rows, offsets, ranks=self.ranks, layer=self._number, room=room)
-        found = None if meanwhile is None else meanwhile()
+        found = None
+        if meanwhile is not None:
+            assert beside is not None
+            found = meanwhile(beside)
         results = self._compute(rows, offsets) if sent is None else sent.compute(self._compute)
-        return results if meanwhile is None else (results, found)
+        return results if found is None else (results, *found)
 
     def _compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Compute each row by its expert, of those that this rank has."""

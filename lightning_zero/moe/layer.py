@@ -144,14 +144,14 @@ class MoE(nn.Module):
 
     def _run_experts(self, hidden_states: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the results of experts, and those of ``_compute_beside``: it runs while rows travel."""
-        beside = partial(self._compute_beside, hidden_states)
         if getattr(self.experts, "ranks", None) is None:
-            return self.experts(rows, offsets), beside()
+            return self.experts(rows, offsets), self._compute_beside(hidden_states)
         room = self._room(hidden_states.numel() // self.hidden_size)
         if self.mlp is None and self.shared_expert is None:
             return self.experts(rows, offsets, room=room), ()
-        found: tuple[Tensor, Sequence[Tensor]] = self.experts(rows, offsets, room=room, meanwhile=beside)
-        return found
+        meanwhile = self._compute_beside
+        results, *found = self.experts(rows, offsets, room=room, meanwhile=meanwhile, beside=hidden_states)
+        return results, found
 
     def _compute_beside(self, hidden_states: Tensor) -> list[Tensor]:
         """Return the results of modules that compute every token: coefficients and residual expert, shared expert."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -170,6 +171,27 @@ def _num_gathers(rank: int, world: int, shares: bool) -> int:
 
 def test_experts_are_not_gathered_again_for_the_backward_of_a_shared_expert() -> None:
     assert run(_num_gathers, 2, True) == run(_num_gathers, 2, False)
+
+
+def _recomputed_inside(rank: int, world: int, implementation: CheckpointImpl) -> list[bool]:
+    layer = _layer(use_residual=True)
+    divide_experts(layer, ExpertRanks())
+    outcomes = []
+    for _ in range(2):
+        x = (_tokens(rank).requires_grad_() * 2.0).tanh()  # has a graph, through which a backward can go once
+        x.retain_grad()
+        layer.zero_grad()
+        layer(x)[0].square().sum().backward()
+        assert x.grad is not None
+        outcomes.append([x.grad, *(param.grad for param in layer.parameters())])
+        layer.experts = checkpoint_wrapper(layer.experts, implementation)  # type: ignore[assignment]
+    return [torch.equal(one, other) for one, other in zip(*outcomes, strict=True)]
+
+
+@pytest.mark.parametrize("implementation", list(CheckpointImpl), ids=str)
+def test_experts_may_be_computed_again_with_what_runs_while_rows_travel(implementation: CheckpointImpl) -> None:
+    for same in run(_recomputed_inside, 2, implementation):
+        assert all(same), same
 
 
 # -- Transfers that nobody waits for -----------------------------------------------------------------------------------
