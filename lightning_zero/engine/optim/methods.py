@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType, FunctionType
@@ -29,6 +29,7 @@ from lightning_zero.engine.buffers.segment_parameter import SegmentParameter
 __all__ = [
     "MethodCalls",
     "RunningStep",
+    "are_engines",
     "defines_zero_grad",
     "has_pre_hooks",
     "keeps_states_plain",
@@ -64,8 +65,13 @@ def may_use_closure(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Say whether the program has hooks that run before a step, in front of its closure."""
-    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()]
-    return not all(getattr(hook, "__module__", "").startswith("lightning_zero.engine.") for hook in hooks)
+    return not are_engines(optimizer._optimizer_step_pre_hooks, _global_optimizer_pre_hooks)
+
+
+def are_engines(*hooks: Mapping[int, Any]) -> bool:
+    """Say whether none of the hooks around a step is the program's."""
+    found = [hook for some in hooks for hook in some.values()]
+    return all(getattr(hook, "__module__", "").startswith("lightning_zero.engine.") for hook in found)
 
 
 def keeps_states_plain(frame: FrameType | None, optimizer: Optimizer) -> bool:

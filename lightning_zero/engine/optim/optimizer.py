@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
 from lightning_zero.engine.optim.methods import (
     MethodCalls,
     RunningStep,
+    are_engines,
     defines_zero_grad,
     has_pre_hooks,
     keeps_states_plain,
@@ -467,7 +468,7 @@ class ShardedOptimizer:
 
     def _is_last(self) -> bool:
         """Say whether nobody but the engine is called between a step and its publication."""
-        return _are_engines(self.optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
+        return are_engines(self.optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
 
     def _is_due_later(self, buffer: FlatBuffer) -> bool:
         """Say whether the step of a buffer, not this call, publishes its values."""
@@ -556,11 +557,6 @@ class ShardedOptimizer:
 def is_attached(optimizer: Optimizer) -> bool:
     """Say whether an engine steps an optimizer."""
     return "steps_segments" in vars(type(optimizer))
-
-
-def _are_engines(*hooks: Mapping[int, Any]) -> bool:
-    found = [hook for some in hooks for hook in some.values()]
-    return all(getattr(hook, "__module__", "").startswith("lightning_zero.engine.") for hook in found)
 
 
 def _has_hooks(step: Any) -> bool:
