@@ -22,6 +22,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -328,7 +329,9 @@ class ZeroStep(Precision):
 
         Collective: all ranks.
         """
-        with self.scaled_backward(), self._require_engine().backward_scope():
+        uses_gradients = is_overridden("backward", model)  # it may, between two backwards of its own
+        steps = self._require_engine().internals.steps
+        with self.scaled_backward(), steps.backward_scope(shows_gradients=uses_gradients):
             Precision.backward(self, tensor, model, optimizer, *args, **kwargs)
 
     def clip_gradients(
