@@ -126,7 +126,7 @@ class ZeroMonitor(Callback):
         self._begin("data")
         self._bound.enter_context(replaced(trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint)))
         self._logged_step = trainer.global_step
-        self._experts = ExpertScalars(trainer, pl_module)
+        self._experts = ExpertScalars(trainer, pl_module, has_stages=has_pipeline)
         self._flops = ReachedFlops(self._peak(trainer)) if self.flops else None
         if self._forecast is not None and self._forecast.world_size != trainer.world_size:
             rank_zero_warn(

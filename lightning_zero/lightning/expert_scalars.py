@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_zero.comm.peers import is_pretended
 from lightning_zero.moe.loads import ExpertLoads, LayerLoad
 
 __all__ = ["ExpertScalars"]
@@ -21,16 +20,17 @@ _NAMES = ("load_max_over_mean", "dropped", "router_entropy", "aux_loss")
 class ExpertScalars:
     """Counts the choices of mixtures in training batches.
 
-    Collective: all ranks make one.
+    Collective in a pipeline: all ranks make one.
 
     Args:
         trainer: Of the fit.
         module: Its module.
+        has_stages: Ranks may have different layers.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, *, has_stages: bool) -> None:
         self._trainer = trainer
-        self._loads = ExpertLoads(module, _gather)
+        self._loads = ExpertLoads(module, _gather if has_stages and _has_group() else _alone)
         self._has_layout = False
 
     def count(self, is_on: bool) -> None:
@@ -92,10 +92,13 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def _alone(value: Any) -> list[Any]:
+    """Return the value of this rank, which has the layers of all."""
+    return [value]
+
+
 def _gather(value: Any) -> list[Any]:
     """Return the values of all ranks. Collective."""
-    if not _has_group() or is_pretended():
-        return [value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

@@ -78,7 +78,7 @@ class ExpertLoads:
 
     Args:
         module: Has the layers; those of other pipeline stages may be missing.
-        gather: Returns the object that each rank has given. Called once, on all ranks.
+        gather: Returns the objects of ranks that have different layers. Called once, on all of them.
 
     Attributes:
         is_counting: Whether forwards count.

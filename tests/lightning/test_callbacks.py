@@ -268,6 +268,20 @@ def test_a_monitor_counts_ranks_with_the_same_batches_once_under_other_strategie
     assert monitor._meter.copies == 2
 
 
+def watched_on_one_rank(rank: int, world: int, folder: str) -> None:
+    callbacks = [ZeroMonitor()] if rank == 0 else []
+    fitted = trainer(
+        rank, world, 2, max_epochs=1, limit_train_batches=2, callbacks=callbacks, logger=CSVLogger(folder),
+        log_every_n_steps=1,
+    )  # fmt: skip
+    fitted.fit(Net(), loader(rank, world))
+
+
+def test_a_monitor_may_be_on_one_rank_where_nothing_is_summed(tmp_path: Path) -> None:
+    run(watched_on_one_rank, WORLD, str(tmp_path))
+    assert rows(tmp_path)
+
+
 class Saves(Net):
     def on_train_batch_end(self, *args: Any) -> None:
         self.trainer.save_checkpoint("nowhere")

@@ -36,7 +36,7 @@ def _trainer(*loggers: Any) -> Any:
 def test_a_row_has_the_scalars_of_each_layer_and_tensorboard_a_histogram(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logger, module = TensorBoardLogger(str(tmp_path)), Module()
-    scalars = ExpertScalars(_trainer(logger, Mock()), module)
+    scalars = ExpertScalars(_trainer(logger, Mock()), module, has_stages=False)
     counts = []
     for step in range(2):
         scalars.count(True)
