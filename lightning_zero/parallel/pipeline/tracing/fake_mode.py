@@ -121,7 +121,7 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self.origins.derive(result, (args, kwargs))
             return result
         try:
-            result = super().__torch_dispatch__(func, types, *self._without_views_of_parameters(args, kwargs))
+            result = super().__torch_dispatch__(func, types, *self._with_fakes_of_parameters(args, kwargs))
         except VALUES_NEEDED as error:
             reads = isinstance(error, DataDependentOutputException)  # a value may be read to be shown, or to compute
             if reads and self.guesses((args, kwargs)):
@@ -162,13 +162,13 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self.guess
         return torch.ones((), dtype=args[0].dtype).item()
 
-    def _without_views_of_parameters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return arguments with fakes for views of parameters: converting them compares ``grad`` of the parameter."""
-        if not any(map(_is_view_of_parameter, tree_leaves((args, kwargs)))):
+    def _with_fakes_of_parameters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return arguments with fakes for parameters that PyTorch converts in no version, or not in 2.11."""
+        if not any(map(_is_unconverted_parameter, tree_leaves((args, kwargs)))):
             return args, kwargs
 
         def fake(leaf: Any) -> Any:
-            if not _is_view_of_parameter(leaf):
+            if not _is_unconverted_parameter(leaf):
                 return leaf
             with self:
                 return empty_like(describe_tensor(leaf))
@@ -212,8 +212,11 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
-def _is_view_of_parameter(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not is_fake(leaf) and isinstance(leaf._base, nn.Parameter)
+def _is_unconverted_parameter(leaf: Any) -> bool:
+    """Say whether a tensor is a view of a parameter (its ``grad`` would be compared), or a parameter of a subclass."""
+    if not isinstance(leaf, Tensor) or is_fake(leaf):
+        return False
+    return isinstance(leaf._base, nn.Parameter) or (isinstance(leaf, nn.Parameter) and type(leaf) is not nn.Parameter)
 
 
 def _filled(leaf: Any) -> Any:
