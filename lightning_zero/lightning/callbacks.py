@@ -61,7 +61,8 @@ class ZeroMonitor(Callback):
             the device is known ``throughput/mfu``. See ``FlopsProfile``, which has them by module. Rows whose batches
             have another size are left out, and another step is counted when other parameters are trained, or the
             number of micro-batches is another one.
-        peak_tflops: The peak of the device, in 10**12 per second; by default that of its name.
+        peak_tflops: The peak of the device, in 10**12 per second. By default that of its name in Lightning's table or,
+            for an H200, in NVIDIA's data sheet, for the precision of the Trainer (TF32 where the program allows it).
     """
 
     @checked_arguments(

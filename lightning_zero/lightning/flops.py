@@ -48,10 +48,23 @@ _DTYPES = {
 }
 # Of Lightning's table: an L40 is taken for an L4, an H100 NVL for a pair, and others have no rate of tensor cores.
 _WRONG_PEAKS = ("l40", "h100 nvl", "geforce", "titan rtx", "a40", "a6000")
+_TF32 = "tfloat32"  # in the table
 # The table knows an H200 by names alone that devices do not have, and with sparsity; NVIDIA's data sheet, halved.
-_H200_PEAKS = {
-    "nvl": {torch.float64: 30e12, torch.float32: 60e12, torch.bfloat16: 835.5e12, torch.float16: 835.5e12},
-    "": {torch.float64: 34e12, torch.float32: 67e12, torch.bfloat16: 989.5e12, torch.float16: 989.5e12},
+_H200_PEAKS: dict[str, dict[torch.dtype | str, float]] = {
+    "nvl": {
+        torch.float64: 30e12,
+        torch.float32: 60e12,
+        _TF32: 417.5e12,
+        torch.bfloat16: 835.5e12,
+        torch.float16: 835.5e12,
+    },
+    "": {
+        torch.float64: 34e12,
+        torch.float32: 67e12,
+        _TF32: 494.7e12,
+        torch.bfloat16: 989.5e12,
+        torch.float16: 989.5e12,
+    },
 }
 
 
@@ -348,12 +361,14 @@ def _table(count: FlopCount, module: nn.Module, depth: int) -> str:
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return the operations per second that a device can make of dense matrix products; None if nobody knows.
 
-    Warns if that of a GPU is not known.
+    With TF32, where the program allows it. Warns if the peak of a GPU is not known.
     """
     if device.type != "cuda":
         return None
     name = torch.get_device_module(device).get_device_name(device)
-    dtype = _DTYPES.get(precision)
+    dtype: torch.dtype | str | None = _DTYPES.get(precision)
+    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = _TF32
     found: float | None = None
     if dtype is not None and "h200" in name.lower():
         found = _H200_PEAKS["nvl" if "nvl" in name.lower() else ""][dtype]
@@ -361,6 +376,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = get_available_flops(device, dtype)
+            if found is None and dtype == _TF32:  # older than TF32
+                found = get_available_flops(device, torch.float32)
     if found is None:
         rank_zero_warn(
             f"`throughput/mfu` is left out: the peak of `{name}` in `precision={precision!r}` is not known. Give it, in"

@@ -198,6 +198,29 @@ def test_the_peak_of_an_h200_is_that_without_sparsity(name: str, peak: float, mo
     assert peak_flops(torch.device("cuda"), "32-true") == (67e12 if name == "NVIDIA H200" else 60e12)
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 494.7e12),
+        ("NVIDIA H200 NVL", 417.5e12),
+        ("NVIDIA A100-SXM4-80GB", 156e12),
+        ("Tesla V100-SXM2-16GB", 15.7e12),
+    ],
+)
+def test_the_peak_is_that_of_tf32_where_the_program_allows_it(
+    name: str, peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.get_float32_matmul_precision`, which Lightning calls, fails with the newer setting."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7 if "V100" in name else 8, 0))
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32"
+    try:
+        assert peak_flops(torch.device("cuda"), "32-true") == peak
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def _staged(rank: int, world: int, step: int) -> tuple[int, int]:
     profile = FlopsProfile(step=step)
     strategy = ZeroStrategy(stage=1, pipeline=Pipeline(stages=2, microbatches=2))
