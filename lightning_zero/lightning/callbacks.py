@@ -12,7 +12,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +22,7 @@ from lightning_zero.checkpoint.safetensors import parse_size
 from lightning_zero.forecast.compare import FORECAST_PEAK, forecast_peak
 from lightning_zero.lightning.averaging import saved_average
 from lightning_zero.lightning.expert_scalars import ExpertScalars
-from lightning_zero.lightning.flops import ReachedFlops, peak_flops
+from lightning_zero.lightning.flops import ReachedFlops, peak_flops, uncounted
 from lightning_zero.lightning.monitor import Meter, Phases, samples_in, tokens_in
 from lightning_zero.lightning.precision import ZeroStep
 from lightning_zero.lightning.rank_zero_calls import replaced
@@ -94,7 +93,7 @@ class ZeroMonitor(Callback):
         self._phases: Phases | None = None  # where a batch has one forward, one backward and one step at most
         self._logged_step = 0  # step of the last row
         self._norms: dict[str, float] = {}  # since the last row, if they were computed for it
-        self._bound = ExitStack()  # takes back at the end of a fit the binding of the Trainer's `save_checkpoint`
+        self._bound = ExitStack()  # takes back at the end of a fit what was bound to the Trainer and its loops
         self._experts: ExpertScalars | None = None  # in a fit
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -125,7 +124,8 @@ class ZeroMonitor(Callback):
             )
         self._phases = Phases(strategy.root_device) if pl_module.automatic_optimization and not has_pipeline else None
         self._begin("data")
-        self._bound.enter_context(replaced(trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint)))
+        for owner, name in ((trainer, "save_checkpoint"), (trainer.fit_loop.epoch_loop.val_loop, "run")):
+            self._bound.enter_context(replaced(owner, name, partial(self._leave_out, getattr(owner, name))))
         self._logged_step = trainer.global_step
         self._experts = ExpertScalars(trainer, pl_module, has_stages=has_pipeline)
         self._flops = ReachedFlops(self._peak(trainer)) if self.flops else None
@@ -200,22 +200,6 @@ class ZeroMonitor(Callback):
             logger.save()
         self._logged_step = trainer.global_step
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock: validation is not training."""
-        self._meter.pause()
-        self._begin(None)
-        self._count_experts(False)
-        if self._flops is not None:
-            self._flops.pause(True)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the clock go on."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._meter.resume()
-            self._begin("data")
-            if self._flops is not None:
-                self._flops.pause(False)
-
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """End counting."""
         self._end()
@@ -236,10 +220,10 @@ class ZeroMonitor(Callback):
         if self._experts is not None:
             self._experts.count(is_on)
 
-    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint, which is not training."""
-        with self._meter.paused(), nullcontext() if self._phases is None else self._phases.paused():
-            save(*args, **kwargs)
+    def _leave_out(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run work that is not training: a validation with the start of its loaders, or saving a checkpoint."""
+        with self._meter.paused(), nullcontext() if self._phases is None else self._phases.paused(), uncounted():
+            return work(*args, **kwargs)
 
     def _peak(self, trainer: pl.Trainer) -> float | None:
         """Return the operations per second that the device can make."""

@@ -262,10 +262,6 @@ class ReachedFlops:
         row = {"throughput/model_TFLOP_per_s": reached / 1e12}
         return row if self._peak is None else {**row, "throughput/mfu": reached / self._peak}
 
-    def pause(self, is_paused: bool) -> None:
-        """Leave out the steps that follow, or count on."""
-        self.step.pause(is_paused)
-
     def stop(self) -> None:
         """End counting a step that was not made."""
         self.step.stop()

@@ -304,6 +304,29 @@ def test_the_time_of_saving_is_not_that_of_steps(tmp_path: Path) -> None:
         assert float(row["time/data_s"]) < 0.5
 
 
+class StartsSlowly(DataLoader):
+    def __iter__(self) -> Any:
+        time.sleep(1.0)
+        return super().__iter__()
+
+
+def validating(rank: int, world: int, folder: str) -> bool:
+    fitted = trainer(
+        rank, world, 1, max_epochs=1, limit_train_batches=3, val_check_interval=2, num_sanity_val_steps=0,
+        callbacks=ZeroMonitor(), logger=CSVLogger(folder), log_every_n_steps=3,
+    )  # fmt: skip
+    fitted.fit(Net(), loader(rank, world), StartsSlowly(TensorDataset(torch.randn(4, 4), torch.randn(4, 3))))
+    return "run" in vars(fitted.fit_loop.epoch_loop.val_loop)
+
+
+def test_the_time_in_which_loaders_of_validations_start_is_not_that_of_steps(tmp_path: Path) -> None:
+    """Lightning starts them before `on_validation_start`."""
+    assert run(validating, 1, str(tmp_path)) == [False]
+    (row,) = rows(tmp_path)
+    for name in ("step", "data"):
+        assert 3 * float(row[f"time/{name}_s"]) < 1.0
+
+
 @dataclass
 class Batch:
     weights: torch.Tensor
