@@ -39,8 +39,7 @@ class ZeroMonitor(Callback):
     on rank 0, on a GPU ``memory/peak_GiB``; ``traffic/<collective>_MiB`` that rank 0 sent per step; ``time/step_s``,
     without validation and saving, and of it ``time/wait_s``, for which rank 0 waited for others, and
     ``time/{data,forward,backward,optimizer}_s``; ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm``
-    (``grad_norm/<number>`` of each optimizer where there are several, with the option) and ``loss_scale`` where there
-    are any. In a pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share`` (not over
+    (``grad_norm/<number>`` of each optimizer where there are several) and ``loss_scale`` where there are any. In a pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share`` (not over
     NCCL), and no phases. Sums of tensor groups, exchanges of experts and messages between pipeline stages are in no
     number of traffic and waiting. With experts
     ``moe/<layer>/{load_max_over_mean,dropped,router_entropy,aux_loss}`` over
@@ -164,9 +163,7 @@ class ZeroMonitor(Callback):
         optimizers = trainer.optimizers
         is_next = self._is_due(trainer, trainer.global_step + len(optimizers) - self._logged_step)
         if self.grad_norm and is_next and isinstance(strategy, ZeroStrategy):
-            number = next(place for place, one in enumerate(optimizers) if one is optimizer)
-            name = "grad_norm" if len(optimizers) == 1 else f"grad_norm/{number}"
-            self._norms[name] = float(strategy.grad_norm(optimizer))
+            self._norms |= _norms_by_name(trainer, {optimizer: strategy.grad_norm(optimizer)})
             if self.grad_norm == "units":
                 norms = strategy.engine.unit_grad_norms()
                 self._norms |= {f"grad_norm/{name}": float(norm) for name, norm in norms.items()}
@@ -236,9 +233,8 @@ class ZeroMonitor(Callback):
         row: dict[str, float] = {}
         norms, self._norms = self._norms, {}
         if isinstance(plugin, ZeroStep):
-            clipped, plugin.grad_norm = plugin.grad_norm, None
-            if not norms and clipped is not None:
-                norms = {"grad_norm": float(clipped)}
+            clipped, plugin.clipped_norms = plugin.clipped_norms, {}
+            norms = norms or _norms_by_name(trainer, clipped)
             if plugin.scaler is not None:
                 row |= {"loss_scale": plugin.scaler.scale, "skipped_steps": float(plugin.scaler.skipped)}
         return {**row, **norms}
@@ -247,6 +243,13 @@ class ZeroMonitor(Callback):
     def _is_due(trainer: pl.Trainer, steps: int) -> bool:
         """Say whether a row is due after so many steps; never with ``log_every_n_steps=0``, as in Lightning."""
         return 0 < int(trainer.log_every_n_steps) <= steps  # type: ignore[attr-defined]
+
+
+def _norms_by_name(trainer: pl.Trainer, norms: Mapping[Optimizer, Tensor]) -> dict[str, float]:
+    """Return the norms of some optimizers, by the names of their scalars."""
+    optimizers = trainer.optimizers
+    names = ["grad_norm"] if len(optimizers) == 1 else [f"grad_norm/{number}" for number in range(len(optimizers))]
+    return {name: float(norms[one]) for name, one in zip(names, optimizers, strict=True) if one in norms}
 
 
 class ExportSafetensors(Callback):

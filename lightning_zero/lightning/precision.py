@@ -229,7 +229,7 @@ class ZeroStep(Precision):
         super().__init__(*args, **kwargs)
         self.engine: ZeroEngine | None = None
         self.scaler: LossScaler | None = None
-        self.grad_norm: Tensor | None = None  # norm that the last clipping has computed
+        self.clipped_norms: dict[Optimizer, Tensor] = {}  # norm that the last clipping of each has computed
         self.around_hooks: Callable[[], AbstractContextManager[None]] = nullcontext
         self._in_step: Optimizer | None = None  # whose step runs its hooks; its gradients are unscaled
 
@@ -353,7 +353,7 @@ class ZeroStep(Precision):
         if GradClipAlgorithmType(gradient_clip_algorithm) == GradClipAlgorithmType.VALUE:
             engine.clip_grad_value(optimizer, float(clip_val))
         else:
-            self.grad_norm = engine.clip_grad_norm(optimizer, float(clip_val))
+            self.clipped_norms[optimizer] = engine.clip_grad_norm(optimizer, float(clip_val))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on with the loss scale that a plugin of another class, or another strategy, has saved."""

@@ -444,6 +444,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         # As under DDPStrategy, which makes them equal in every setup and wraps the module for fits only.
         engine.internals.steps.broadcast_module_buffers("scopes" if is_fitting else "never")
         self._engine = self._step_plugin.engine = engine
+        self._step_plugin.clipped_norms = {}
         self._step_plugin.around_hooks = nullcontext if self._steps is None else self._steps.around_hooks
         self._forecast = forecast_of(module)
 

@@ -65,8 +65,8 @@ def test_monitor_writes_a_row_per_interval(stage: int, tmp_path: Path) -> None:
         assert written[1][f"traffic/{kind}_MiB"] == written[2][f"traffic/{kind}_MiB"]
 
 
-class ClipsOne(Net):
-    """Steps by hand; the gradients of one optimizer are clipped in the first batch."""
+class ClipsSome(Net):
+    """Steps by hand; the gradients of both optimizers are clipped in the first batch, those of one in the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ class ClipsOne(Net):
         strategy: Any = self.trainer.strategy
         body, head = (float(strategy.grad_norm(optimizer)) for optimizer in optimizers)
         self.norms.append((body, head))
-        if batch_idx == 0:
-            self.clip_gradients(optimizers[0], gradient_clip_val=100.0, gradient_clip_algorithm="norm")
+        for optimizer in optimizers[batch_idx:]:
+            self.clip_gradients(optimizer, gradient_clip_val=100.0, gradient_clip_algorithm="norm")
         for optimizer in optimizers:
             optimizer.step()
 
 
 def norms_of_two(rank: int, world: int, folder: str, grad_norm: Any) -> list[tuple[float, float]]:
-    module = ClipsOne()
+    module = ClipsSome()
     trainer(
         rank, world, 1, max_epochs=1, callbacks=ZeroMonitor(grad_norm=grad_norm), logger=CSVLogger(folder),
         log_every_n_steps=1,
@@ -108,11 +108,15 @@ def test_norms_of_several_optimizers_are_logged_one_by_one(tmp_path: Path) -> No
         assert "grad_norm" not in row
 
 
-def test_a_norm_that_clipping_has_computed_is_logged_once(tmp_path: Path) -> None:
+def test_norms_that_clipping_has_computed_are_logged_once_and_one_by_one(tmp_path: Path) -> None:
+    """That of the last optimizer was logged as if it were the norm of all gradients."""
     norms = run(norms_of_two, 1, str(tmp_path), False)[0]
-    written = [row.get("grad_norm") for row in rows(tmp_path)]
-    assert float(written[0] or 0) == pytest.approx(norms[0][0], rel=1e-5)
-    assert not any(written[1:])
+    written = [[row.get(name) for name in ("grad_norm/0", "grad_norm/1")] for row in rows(tmp_path)]
+    assert [float(norm or 0) for norm in written[0]] == pytest.approx(norms[0], rel=1e-5)
+    assert not written[1][0]
+    assert float(written[1][1] or 0) == pytest.approx(norms[1][1], rel=1e-5)
+    assert not any(any(row) for row in written[2:])
+    assert not any(row.get("grad_norm") for row in rows(tmp_path))
 
 
 def test_norms_of_units_are_refused_with_several_optimizers(tmp_path: Path) -> None:
