@@ -88,8 +88,8 @@ class ZeroMonitor(Callback):
         self.peak_tflops = peak_tflops
         self._flops: ReachedFlops | None = None  # in a fit, with `flops`
         self._forecast = None if forecast is None else forecast_peak(Path(forecast))
-        self._meter = Meter(None)
-        self._phases: Phases | None = None  # where a batch has one forward, one backward and one step at most
+        self._meter = Meter(None)  # of the engine of a fit
+        self._phases: Phases | None = None  # in a fit, where a batch has one forward, one backward and one step at most
         self._logged_step = 0  # step of the last row
         self._norms: dict[str, float] = {}  # since the last row, if they were computed for it
         self._bound = ExitStack()  # takes back at the end of a fit what was bound to the Trainer and its loops
@@ -206,12 +206,13 @@ class ZeroMonitor(Callback):
         self._end()
 
     def _end(self) -> None:
+        """Forget the fit, with its engine."""
         self._bound.close()
         if self._flops is not None:
             self._flops.stop()
         if self._experts is not None:
             self._experts.stop()
-            self._experts = None
+        self._meter, self._phases, self._flops, self._experts = Meter(None), None, None, None
 
     def _count_experts(self, is_on: bool) -> None:
         if self._experts is not None:

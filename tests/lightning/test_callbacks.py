@@ -182,22 +182,20 @@ class TwoOptimizers(Net):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.last)]
 
 
-def counted_per_step(rank: int, world: int, folder: str) -> tuple[int, int]:
-    monitor = ZeroMonitor(flops=True)
+def counted_per_step(rank: int, world: int, folder: str) -> int:
+    profile = FlopsProfile()
     fitted = trainer(
-        rank, world, 0, max_epochs=1, callbacks=[monitor, FlopsProfile()], logger=CSVLogger(folder), log_every_n_steps=1
-    )
+        rank, world, 0, max_epochs=1, callbacks=[ZeroMonitor(flops=True), profile], logger=CSVLogger(folder),
+        log_every_n_steps=1,
+    )  # fmt: skip
     fitted.fit(TwoOptimizers(), loader(rank, world))
-    assert monitor._flops is not None
-    step = monitor._flops.step
-    assert step.count is not None
-    return step.count.model, step.num_steps
+    assert profile.count is not None
+    return profile.count.model
 
 
 def test_operations_of_several_optimizers_are_those_of_a_step_each(tmp_path: Path) -> None:
-    count, num_steps = run(counted_per_step, WORLD, str(tmp_path))[0]
+    count = run(counted_per_step, WORLD, str(tmp_path))[0]
     forward = 2 * 4 * (4 * 6 + 2 * 6 * 6 + 6 * 3)
-    assert num_steps == 2
     assert 2 * forward * 2 < count <= 2 * forward * 3
     for row in rows(tmp_path)[1:]:
         reached = count / 2 / float(row["time/step_s"]) / 1e12
@@ -306,6 +304,23 @@ def test_the_time_of_saving_is_not_that_of_steps(tmp_path: Path) -> None:
     for row in rows(tmp_path):
         assert float(row["time/step_s"]) < 0.5
         assert float(row["time/data_s"]) < 0.5
+
+
+def twice(rank: int, world: int, folder: str) -> None:
+    module, monitor = Net(), ZeroMonitor(flops=True)
+    for stage in (1, 3):  # so the first engine is closed when the second fit begins
+        trainer(
+            rank, world, stage, max_epochs=1, limit_train_batches=2, callbacks=monitor, log_every_n_steps=1,
+            logger=CSVLogger(f"{folder}/{stage}"), num_sanity_val_steps=1,
+        ).fit(module, loader(rank, world), loader(rank, world))  # fmt: skip
+        assert monitor._meter.engine is None
+
+
+def test_a_monitor_serves_a_second_fit_of_the_same_module(tmp_path: Path) -> None:
+    """The validation before the first batch asked the engine of the first fit, which was closed."""
+    run(twice, 1, str(tmp_path))
+    for stage in (1, 3):
+        assert rows(tmp_path / str(stage))
 
 
 class StartsSlowly(DataLoader):
