@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -39,12 +39,11 @@ class ZeroMonitor(Callback):
     on rank 0, on a GPU ``memory/peak_GiB``; ``traffic/<collective>_MiB`` that rank 0 sent per step; ``time/step_s``,
     without validation and saving, and of it ``time/wait_s``, for which rank 0 waited for others, and
     ``time/{data,forward,backward,optimizer}_s``; ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm``
-    (``grad_norm/<number>`` of each optimizer where there are several) and ``loss_scale`` where there are any. In a pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share`` (not over
-    NCCL), and no phases. Sums of tensor groups, exchanges of experts and messages between pipeline stages are in no
-    number of traffic and waiting. With experts
-    ``moe/<layer>/{load_max_over_mean,dropped,router_entropy,aux_loss}`` over
-    all ranks, and for TensorBoard a histogram ``moe/<layer>/load``. With other strategies memory, traffic and waiting
-    are left out.
+    (``grad_norm/<number>`` of each optimizer where there are several) and ``loss_scale`` where there are any. In a
+    pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share`` (not over NCCL), and no
+    phases. Sums of tensor groups, exchanges of experts and messages between pipeline stages are in no number of traffic
+    and waiting. With experts ``moe/<layer>/{load_max_over_mean,dropped,router_entropy,aux_loss}`` over all ranks, and
+    for TensorBoard a histogram ``moe/<layer>/load``. With other strategies memory, traffic and waiting are left out.
 
     Args:
         tokens: Number of tokens in a batch. The default is the number of elements of the batch's first integer tensor
@@ -123,8 +122,13 @@ class ZeroMonitor(Callback):
             )
         self._phases = Phases(strategy.root_device) if pl_module.automatic_optimization and not has_pipeline else None
         self._begin("data")
-        for owner, name in ((trainer, "save_checkpoint"), (trainer.fit_loop.epoch_loop.val_loop, "run")):
-            self._bound.enter_context(replaced(owner, name, partial(self._leave_out, getattr(owner, name))))
+        batches = trainer.fit_loop.epoch_loop
+        for owner, name, by in (
+            (trainer, "save_checkpoint", self._leave_out),
+            (batches.val_loop, "run", self._leave_out),
+            (batches, "_broadcast_sigterm_tensor", self._wait),  # where ranks wait for others before each batch
+        ):
+            self._bound.enter_context(replaced(owner, name, partial(by, getattr(owner, name))))
         self._logged_step = trainer.global_step
         self._experts = ExpertScalars(trainer, pl_module, has_stages=has_pipeline)
         self._flops = ReachedFlops(self._peak(trainer)) if self.flops else None
@@ -220,8 +224,16 @@ class ZeroMonitor(Callback):
 
     def _leave_out(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run work that is not training: a validation with the start of its loaders, or saving a checkpoint."""
-        with self._meter.paused(), nullcontext() if self._phases is None else self._phases.paused(), uncounted():
+        with self._meter.paused(), self._outside_of_phases(), uncounted():
             return work(*args, **kwargs)
+
+    def _wait(self, agreement: Callable[[], None]) -> None:
+        """Agree with other ranks, which is in no phase."""
+        with self._outside_of_phases():
+            agreement()
+
+    def _outside_of_phases(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._phases is None else self._phases.paused()
 
     def _peak(self, trainer: pl.Trainer) -> float | None:
         """Return the operations per second that the device can make."""

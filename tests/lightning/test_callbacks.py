@@ -323,6 +323,27 @@ def test_a_monitor_serves_a_second_fit_of_the_same_module(tmp_path: Path) -> Non
         assert rows(tmp_path / str(stage))
 
 
+class OneIsSlow(Net):
+    """Takes long for its steps on rank 1."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        time.sleep(0.5 * self.trainer.global_rank)
+
+
+def waiting(rank: int, world: int, folder: str) -> None:
+    trainer(
+        rank, world, 1, max_epochs=1, limit_train_batches=3, callbacks=ZeroMonitor(), logger=CSVLogger(folder),
+        log_every_n_steps=3,
+    ).fit(OneIsSlow(), loader(rank, world))  # fmt: skip
+
+
+def test_a_wait_for_other_ranks_is_not_that_for_data(tmp_path: Path) -> None:
+    run(waiting, WORLD, str(tmp_path))
+    (row,) = rows(tmp_path)
+    assert 3 * float(row["time/wait_s"]) > 0.9
+    assert 3 * float(row["time/data_s"]) < 0.9
+
+
 class StartsSlowly(DataLoader):
     def __iter__(self) -> Any:
         time.sleep(1.0)
