@@ -16,8 +16,8 @@ from lightning_zero.compat.deepspeed_yaml import convert_config
 from lightning_zero.diagnostics.command import report
 from lightning_zero.lightning.estimate_command import estimate
 from lightning_zero.lightning.simulate_command import simulate
+from lightning_zero.lightning.tensor_plan_command import tensor_plan
 from lightning_zero.parallel.pipeline.schedule.picture import pipeline
-from lightning_zero.parallel.tensor.command import tensor_plan
 
 __all__ = ["COMMANDS", "main"]
 

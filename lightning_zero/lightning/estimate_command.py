@@ -18,6 +18,7 @@ def estimate(
     module: str | None = None,
     world: int = 1,
     *,
+    data: str | None = None,
     memory: str | None = None,
     ranks_per_node: int | None = None,
     precision: str | None = None,
@@ -32,10 +33,12 @@ def estimate(
     that pretends the others.
 
     Args:
-        run: Configuration of a run, also ``--config``, as ``LightningCLI`` reads it: ``model`` with ``class_path`` and
-            ``init_args``, ``data`` for the batch, ``optimizer``, and ``trainer`` with ``strategy`` and ``precision``.
-        module: In place of a configuration, a class or function without arguments: ``package.module:name``.
+        run: Configuration of a run, also ``--config``, as ``LightningCLI`` reads it: ``model``, ``data`` for the batch,
+            ``optimizer``, and ``trainer`` with ``strategy`` and ``precision``.
+        module: The model class that a program gives to ``LightningCLI``, where ``model`` has no ``class_path``; without
+            a configuration a class or function without arguments: ``package.module:name``.
         world: Number of ranks.
+        data: The class of the data module, likewise.
         memory: Memory of a device, such as ``80GiB``. Names the fastest setting that fits, and prints its YAML.
         ranks_per_node: Ranks of a node, for scopes of a node.
         precision: Overrides that of the configuration: ``32-true``, ``bf16-mixed`` or ``bf16-true``.
@@ -50,7 +53,7 @@ def estimate(
     if plot is not None:
         check_picture(plot)
     logged = None if compare is None else logged_memory(compare)
-    config = RunConfig.read("estimate", run, module)
+    config = RunConfig.read("estimate", run, module=module, data=data)
     nbytes = None if memory is None else _bytes(memory)
     forecast = estimate_memory(
         config.make,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning_zero.comm.peers import failure_named
 from lightning_zero.config import Pipeline
 from lightning_zero.engine.buffers.parameter import face_of
+from lightning_zero.lightning.first_batch import first_batch
 from lightning_zero.lightning.pipeline_logging import Logs, MetricStates
 from lightning_zero.parallel.module_state import ModuleState
 from lightning_zero.parallel.pipeline.schedule.costs import count_flops, measure_time
@@ -80,7 +81,7 @@ def _costs(
 ) -> dict[str, int]:
     names = costed_layers(module, pipeline)
     before = RandomState(device)
-    batch = _first(_loader(module.trainer))
+    batch = first_batch(_loader(module.trainer))
     before.restore()
     piece = split_batch(module._apply_batch_transfer_handler(batch, device, 0), pipeline.num_microbatches)[0]
 
@@ -100,12 +101,3 @@ def _loader(trainer: Any) -> Any:
     if isinstance(loader, Iterator):
         raise ValueError("the training data is an iterator, and its first batch would be lost. Use a DataLoader.")
     return loader
-
-
-def _first(loader: Any) -> Any:
-    """Return the first batch of a loader, or of every loader of a collection."""
-    if isinstance(loader, Mapping):
-        return {key: _first(one) for key, one in loader.items()}
-    if isinstance(loader, (list, tuple)) and not isinstance(loader[0], torch.Tensor):
-        return [_first(one) for one in loader]
-    return next(iter(loader))

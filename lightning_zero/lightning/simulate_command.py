@@ -21,6 +21,7 @@ def simulate(
     world: int = 1,
     rank: int = 0,
     *,
+    data: str | None = None,
     ranks_per_node: int | None = None,
     precision: str | None = None,
     measure: bool = False,
@@ -43,9 +44,10 @@ def simulate(
 
     Args:
         run: Configuration of a run, also ``--config``, as for ``estimate``.
-        module: In place of a configuration, a class or function without arguments: ``package.module:name``.
+        module: As for ``estimate``.
         world: Number of ranks.
         rank: The rank to simulate.
+        data: As for ``estimate``.
         ranks_per_node: Ranks of a node; by default 8 where they divide the world, or all.
         precision: Overrides that of the configuration: ``32-true``, ``bf16-mixed`` or ``bf16-true``.
         measure: Measure rates of this machine first, in some seconds; rates that are given win.
@@ -75,7 +77,7 @@ def simulate(
     set_rates = {name: value for name, value in given.items() if value is not None}
     if plot is not None:
         check_picture(plot)
-    config = RunConfig.read("simulate", run, module)
+    config = RunConfig.read("simulate", run, module=module, data=data)
     if config.sync_batchnorm:
         raise ValueError("`sync_batchnorm: true` is not simulated yet. Leave it out, or change it for the simulation.")
     simulation = simulate_step(

@@ -136,7 +136,7 @@ class Picky(Program):
         ("model: \xff", "run.yaml` is no YAML: "),
         (
             f"model: {{class_path: {HERE}.Picky, init_args: {{width: 3}}}}",
-            f"`{HERE}.Picky` cannot be made: KeyError: 'width'. Its `init_args` are `width`.",
+            f"`{HERE}.Picky` cannot be made: KeyError: 'width'. Its arguments are `width`.",
         ),
     ],
     ids=["no-class", "no-data", "no-yaml", "no-text", "constructor"],

@@ -109,7 +109,7 @@ def test_options_of_the_command_line_override(tmp_path: Path, capsys: pytest.Cap
         ({"options": "{degree: 2}"}, "`TensorParallel` has no option `degree`"),
         ({"model": "Missing"}, "Missing` cannot be imported"),
         ({"model": "Fed"}, "does not know how `Fed` is called. Set its `example_input_array`, or add `data`"),
-        ({"model": "Data"}, "`model` gives a `Data`. Name one that gives an `nn.Module`"),
+        ({"model": "Data"}, "Data` gives a `Data`. Name one that gives an `nn.Module`"),
         ({"model": "Fed", "more": f"data: {{class_path: {HERE}.Data, init_args: {{batch_size: 1}}}}"}, "two samples"),
     ],
 )

@@ -1,0 +1,113 @@
+"""The command ``tensor-plan``: the plan of a model, its cut fraction and its check, without a GPU and without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lightning_zero.lightning.run_sections import RunSections, section_of
+from lightning_zero.parallel.tensor.blocks import Call
+from lightning_zero.parallel.tensor.examples import described_inputs, run_example
+from lightning_zero.parallel.tensor.plan import TensorParallel
+from lightning_zero.parallel.tensor.planning import plan_model
+from lightning_zero.trees import tree_leaves
+
+__all__ = ["tensor_plan"]
+
+
+def tensor_plan(
+    run: Path | None = None,
+    module: str | None = None,
+    *,
+    data: str | None = None,
+    size: int | None = None,
+    plan: Literal["auto", "model"] | None = None,
+) -> None:
+    """Show the plan of tensor parallelism of a model, the fraction of it that is cut, and the check of every block.
+
+    The model runs once, without values, on the first batch of the configuration's ``data``, on its own
+    ``example_input_array``, or on inputs in the form that a Hugging Face model describes.
+
+    Args:
+        run: Configuration of a run, also ``--config``, as ``LightningCLI`` reads it: ``model`` and ``data``, and
+            ``tensor_parallel`` among the options of the strategy.
+        module: The model class that a program gives to ``LightningCLI``, where ``model`` has no ``class_path``; without
+            a configuration a class or function without arguments: ``package.module:name``.
+        data: Likewise, the class of the data module.
+        size: Number of ranks; overrides the configuration.
+        plan: Where the plan comes from; overrides the configuration.
+    """
+    sections = RunSections.read("tensor-plan", run, module=module, data=data)
+    options = _options(sections.content, size, plan)
+    model = _model(sections.model())
+    print("\n".join(plan_model(model, options, _call(model, sections.batch())).lines()))
+
+
+def _options(content: Any, size: int | None, plan: Literal["auto", "model"] | None) -> TensorParallel:
+    """Return the options of the configuration with those of the command line."""
+    strategy = section_of(content, "trainer").get("strategy")
+    given = section_of(section_of({"strategy": strategy}, "strategy"), "init_args").get("tensor_parallel")
+    options = TensorParallel.of(given) or TensorParallel()
+    changes: dict[str, Any] = {"size": size, "plan": plan}
+    return replace(options, **{name: value for name, value in changes.items() if value is not None})
+
+
+# -- The model ---------------------------------------------------------------------------------------------------------
+
+
+def _model(make: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model without values of its parameters, or with them if it asks for values while it is built."""
+    try:
+        with _without_values():
+            model = make()
+    except (RuntimeError, NotImplementedError):
+        model = make()
+    return model.train()
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Let modules register parameters on the meta device; module buffers have their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+# -- A call of the model -----------------------------------------------------------------------------------------------
+
+
+def _call(model: nn.Module, batch: Any) -> Call:
+    """Return a function that runs the model, or a copy of it, on a batch of the data module if there is one."""
+    if batch is not None:
+        _check_samples(batch)
+        return lambda one: one.training_step(batch, 0)  # type: ignore[operator]
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        return lambda one: run_example(one, example)
+    for name, child in model.named_modules():
+        inputs = described_inputs(child)
+        if inputs:
+            return lambda one: one.get_submodule(name)(**inputs)
+    raise ValueError(
+        f"`tensor-plan` does not know how `{type(model).__name__}` is called. Set its `example_input_array`, or add"
+        " `data` to the configuration."
+    )
+
+
+def _check_samples(batch: Any) -> None:
+    if any(isinstance(one, Tensor) and one.dim() and one.shape[0] == 1 for one in tree_leaves(batch)):
+        raise ValueError("A plan is verified with two samples or more. Use a `batch_size` of at least 2 in `data`.")
