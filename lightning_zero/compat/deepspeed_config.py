@@ -576,7 +576,7 @@ class _Reader:
         rule = self._autocast() if autocast and not bf16 and not fp16 else None
         if rule is None:
             rule = self._sixteen_bits(bf16, fp16)
-        loss_scale = self._loss_scale() if fp16 is not False or rule.fills == "16-mixed" else None
+        loss_scale = self._loss_scale(rule) if fp16 is not False or rule.fills == "16-mixed" else None
         self._switches(rule)
         self._overflow_check(rule)
         self._bf16_states(rule)
@@ -664,8 +664,9 @@ class _Reader:
             status: Status = "honoured" if self._flag(name) else "not yet"
             self._say(name, status, "optimizer states have the dtype of the values that are stepped, bf16")
 
-    def _loss_scale(self) -> dict[str, Any]:
+    def _loss_scale(self, rule: PrecisionRule) -> dict[str, Any]:
         fields: dict[str, Any] = {}
+        condition = "" if rule.fills in ("16-mixed", "16-true") else ", with precision='16-mixed' or '16-true'"
         power = self._number("fp16.initial_scale_power")
         for key, field, value in (
             ("loss_scale", "static", self._number("fp16.loss_scale") or None),
@@ -678,7 +679,7 @@ class _Reader:
             if value is not None:
                 fields[field] = float(value) if field in ("static", "init_scale", "min_scale") else value
             if self._said(f"fp16.{key}"):
-                shown = f"`LossScale({field}={fields[field]!r})`" if field in fields else "a dynamic scale"
+                shown = f"`LossScale({field}={fields[field]!r})`{condition}" if field in fields else "a dynamic scale"
                 self._say(f"fp16.{key}", "translated", shown if key != "consecutive_hysteresis" or value else "off")
         return fields
 

@@ -21,6 +21,11 @@ _LOGGER_OF: dict[str, tuple[str, dict[str, str]]] = {
     "wandb": ("WandbLogger", {"project": "project", "team": "entity", "group": "group"}),
     "comet": ("CometLogger", {"workspace": "workspace", "project": "project"}),
 }
+# Rows of the table that a run of `from_deepspeed` compares, and a YAML cannot.
+_SETTLED = {
+    "train_batch_size": "the number of ranks times the accumulation and the `batch_size` of the loader",
+    "train_micro_batch_size_per_gpu": "the `batch_size` of the loader: set it in `data`",
+}
 
 
 def convert_config(
@@ -64,10 +69,18 @@ def yaml_of(plan: DeepSpeedPlan, *, ranks: int | None = None) -> str:
     content["trainer"] = _trainer(plan, ranks)
     if plan.batch.train is not None and ranks is None and plan.batch.accumulation is None:
         notes.append("`accumulate_grad_batches` follows from the batch sizes and the number of ranks: give `--ranks`.")
-    lines = [*report(plan).splitlines(), *(["", *notes] if notes else [])]
+    scale = plan.precision.loss_scale if plan.precision.fills is None else None
+    if scale:
+        notes.append("The configuration leaves the precision open: with `precision: 16-mixed` or `16-true`, take")
+        notes.append("`loss_scale`, at the end, in.")
+    lines = [*report(plan, _SETTLED).splitlines(), *(["", *notes] if notes else [])]
     comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     text: str = yaml.safe_dump(content, sort_keys=False, width=120)
-    return comment + text
+    return (
+        comment
+        + text
+        + (f"      # loss_scale: {yaml.safe_dump(dict(scale), default_flow_style=True)}" if scale else "")
+    )
 
 
 def _trainer(plan: DeepSpeedPlan, ranks: int | None) -> dict[str, Any]:

@@ -126,6 +126,22 @@ def test_fp16_has_its_loss_scale() -> None:
     assert content["trainer"]["strategy"]["init_args"]["loss_scale"] == {"init_scale": 256.0}
 
 
+def test_a_loss_scale_waits_for_a_precision_that_is_open() -> None:
+    text = yaml_of(plan_of({"fp16": {"enabled": "auto", "loss_scale": 128, "hysteresis": 3}}))
+    assert "translated  `LossScale(static=128.0)`, with precision='16-mixed' or '16-true'\n" in text
+    assert "# The configuration leaves the precision open: with `precision: 16-mixed` or `16-true`, take\n" in text
+    assert "loss_scale" not in yaml.safe_load(text)["trainer"]["strategy"]["init_args"]
+    content = yaml.safe_load(text.replace("      # loss_scale", "      loss_scale"))
+    assert content["trainer"]["strategy"]["init_args"]["loss_scale"] == {"hysteresis": 3, "static": 128.0}
+    assert "loss_scale" not in yaml_of(plan_of({"fp16": {"enabled": "auto"}}))
+
+
+def test_batch_sizes_are_those_of_the_loader() -> None:
+    text = yaml_of(plan_of({"train_micro_batch_size_per_gpu": 4, "train_batch_size": 32}))
+    assert "the `batch_size` of the loader: set it in `data`\n" in text
+    assert "compared" not in text
+
+
 @pytest.mark.parametrize(
     ("content", "args", "message"),
     [
