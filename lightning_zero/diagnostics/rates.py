@@ -132,6 +132,8 @@ def _seconds_of_collectives(count: int, backend: str) -> dict[str, float]:
         while not processes.join(timeout=1.0):
             if time.monotonic() > ends:
                 raise RuntimeError(f"collectives of {backend} did not end within {_TIMEOUT_S:.0f} s")
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # type: ignore[attr-defined]
+        raise RuntimeError(f"a process that measures {backend} failed: {str(error).splitlines()[-1]}") from error
     finally:
         for process in processes.processes:
             process.kill()

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.multiprocessing as mp
 
 from lightning_zero import MachineRates
 from lightning_zero.diagnostics import rates
@@ -35,10 +36,23 @@ def test_rates_of_a_step_are_those_that_a_simulation_takes(monkeypatch: pytest.M
     assert MachineRates(**found).launch_us == MachineRates().launch_us  # refuses rates that are no numbers above 0
 
 
+class _Failed:
+    processes: tuple[()] = ()
+
+    def join(self, timeout: float) -> bool:
+        raise mp.ProcessRaisedException("-- Process 1 terminated\nTraceback\nValueError: no route\n", 1, 7)
+
+
+def test_the_error_of_a_rank_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mp, "spawn", lambda *args, **kwargs: _Failed())
+    with pytest.raises(RuntimeError, match=r"^a process that measures gloo failed: ValueError: no route$"):
+        rates.collectives(2)
+
+
 @pytest.mark.slow
 def test_a_rank_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    with pytest.raises(Exception, match="no-such-interface"):
+    with pytest.raises(RuntimeError, match="no-such-interface"):
         rates.collectives(2)
 
 
