@@ -332,6 +332,8 @@ class _Model:
     def _new(self) -> nn.Module:
         module = copied_module(self.module) if isinstance(self.module, nn.Module) else self.module()
         if isinstance(module, pl.LightningModule):
+            if is_overridden("setup", module):
+                _called(module, "setup", stage="fit")
             module.configure_model()
         SpecifiedLayers(module).build(None)
         without_meta(module)
@@ -345,8 +347,8 @@ class _Model:
         batch = self.batch if self.batch is not None else getattr(module, "example_input_array", None)
         if batch is None and self.loss is None:
             raise ValueError(
-                f"A forecast needs a batch of `{type(module).__name__}`. Give `batch=...`, or set its"
-                " `example_input_array`."
+                f"A forecast needs a batch of `{type(module).__name__}`. Set its `example_input_array`, add"
+                " `data` to the configuration, or give `batch=...` in Python."
             )
         batch = self.plugin.convert_input(tree_map_only(Tensor, on_cpu, batch))
         return Trainee(
@@ -394,7 +396,10 @@ def _optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimizer]:
     """
     found = _made_optimizers(module, make)
     if not found:
-        raise ValueError("`configure_optimizers` makes no optimizer. Give `optimizer=torch.optim.AdamW`.")
+        raise ValueError(
+            "`configure_optimizers` makes no optimizer. Add a section `optimizer` to the configuration, or give"
+            " `optimizer=torch.optim.AdamW` in Python."
+        )
     for optimizer in found:
         if needs_closure(optimizer):
             raise ValueError(f"`{type(optimizer).__name__}`, whose step needs a closure, is not forecast yet.")
@@ -406,10 +411,7 @@ def _made_optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimiz
         return [make(module.parameters())]
     if not isinstance(module, pl.LightningModule):
         return [torch.optim.AdamW(module.parameters(), lr=1e-3)]
-    try:
-        return _found_optimizers(module.configure_optimizers())
-    except Exception as error:
-        raise _needs_trainer("configure_optimizers", error) from error
+    return _found_optimizers(_called(module, "configure_optimizers"))
 
 
 def _found_optimizers(given: Any) -> list[Optimizer]:
@@ -438,14 +440,45 @@ def _loss(module: nn.Module, batch: Any) -> Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ValueError(
-            f"The output of `{type(module).__name__}` is a `{type(output).__name__}` without a loss. Give"
-            " `loss=lambda module, batch: ...`, which returns one."
+            f"The output of `{type(module).__name__}` is a `{type(output).__name__}` without a loss. Return"
+            " one, or give `loss=lambda module, batch: ...` to `estimate_memory` in Python."
         )
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """Numbers that hooks ask a Trainer for: they change schedules, not memory. It has nothing else of a Trainer."""
+
+    max_epochs: int = 1
+    max_steps: int = 1000
+    num_training_batches: int = 1000
+    estimated_stepping_batches: int = 1000
+
+
+def _called(module: pl.LightningModule, name: str, **given: Any) -> Any:
+    """Return the result of a hook that may ask how many steps there are.
+
+    Raises:
+        ValueError: It needs more of a Trainer, or fails.
+    """
+    before = module._trainer
+    module.trainer = _Steps()  # type: ignore[assignment]
+    try:
+        return getattr(module, name)(**given)
+    except Exception as error:
+        raise _needs_trainer(name, error) from error
+    finally:
+        module.trainer = before
+
+
 def _needs_trainer(name: str, error: Exception) -> ValueError:
+    remedies = {
+        "setup": "",
+        "configure_optimizers": ", add a section `optimizer` to the configuration, or give `optimizer=...` in Python",
+        "training_step": ", or give `loss=lambda module, batch: ...` to `estimate_memory` in Python",
+    }
     return ValueError(
-        f"A forecast runs `{name}` without a Trainer, and it failed ({type(error).__name__}: {error}). Give"
-        + (" `optimizer=...`." if name == "configure_optimizers" else " `loss=lambda module, batch: ...`.")
+        f"A forecast runs `{name}` without a Trainer, and it failed ({type(error).__name__}: {error}). Use `simulate`,"
+        f" which runs one{remedies[name]}."
     )

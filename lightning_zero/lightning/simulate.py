@@ -225,8 +225,8 @@ def _batch_of(module: pl.LightningModule, batch: Any) -> Any:
     found = batch if batch is not None else module.example_input_array
     if found is None:
         raise ValueError(
-            f"A simulation needs a batch of `{type(module).__name__}`. Give `batch=...`, or set its"
-            " `example_input_array`."
+            f"A simulation needs a batch of `{type(module).__name__}`. Set its `example_input_array`, add"
+            " `data` to the configuration, or give `batch=...` in Python."
         )
     return found
 

@@ -45,6 +45,32 @@ class Configured(Program):
             self.net = _blocks()
 
 
+class Ready(Program):
+    """Builds a layer in ``setup``, and freezes one."""
+
+    def __init__(self, needs: str = "estimated_stepping_batches") -> None:
+        super().__init__()
+        self.needs = needs
+
+    def setup(self, stage: str) -> None:
+        assert stage == "fit"
+        getattr(self.trainer, self.needs)
+        self.net[0].requires_grad_(False)  # type: ignore[index]
+        self.net.append(nn.Linear(WIDTH, 2 * WIDTH))  # type: ignore[operator]
+
+
+class Asks(Program):
+    """Asks its Trainer in ``configure_optimizers``."""
+
+    def __init__(self, name: str = "estimated_stepping_batches") -> None:
+        super().__init__()
+        self.name = name
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, getattr(self.trainer, self.name))]
+
+
 BATCH = torch.ones(8, WIDTH)
 
 
@@ -111,6 +137,20 @@ def test_optimizers_of_the_module_or_the_call_are_used() -> None:
     assert _own(_blocks(), loss=lambda module, batch: module(batch).mean()).device["optimizer"] > 0
 
 
+def test_setup_runs_before_the_forecast() -> None:
+    found, plain = (_own(make, ZeroStrategy(stage=0), world_size=1) for make in (Ready, Program))
+    layer = 4 * (WIDTH + 1) * WIDTH
+    assert found.device["parameters"] == plain.device["parameters"] + 2 * layer
+    assert found.device["gradients"] == plain.device["gradients"] + layer
+
+
+def test_hooks_may_ask_how_many_steps_there_are() -> None:
+    module = Asks()
+    assert _own(module).device["parameters"] == _own(Program()).device["parameters"]
+    with pytest.raises(RuntimeError, match="not attached to a `Trainer`"):
+        _ = module.trainer
+
+
 def test_precisions_have_their_bytes() -> None:
     whole, mixed, half = (_own(Program(), precision=one) for one in ("32-true", "bf16-mixed", "bf16-true"))
     assert whole.device["parameters"] > 1.9 * half.device["parameters"]
@@ -166,10 +206,12 @@ def test_options_that_are_not_forecast_are_refused_by_name(strategy: ZeroStrateg
         (Program(), {"precision": "16-mixed"}, "`precision='16-mixed'` is not forecast yet. Use '32-true'"),
         (Program(), {"world_size": 0}, "`world_size=0` must be a number of ranks"),
         (Program(), {"accelerator": "tpu"}, "`accelerator='tpu'` is not known"),
-        (Program(), {"batch": None}, "needs a batch of `Program`. Give `batch=...`"),
+        (Program(), {"batch": None}, "needs a batch of `Program`. Set its `example_input_array`, add `data`"),
         (Program(), {"batch": torch.ones(2, 3)}, "runs `training_step` without a Trainer, and it failed"),
         (Program(), {"optimizer": torch.optim.LBFGS}, "`LBFGS`, whose step needs a closure, is not forecast"),
-        (_blocks(), {}, "The output of `Sequential` is a `Tensor` without a loss"),
+        (_blocks(), {}, "The output of `Sequential` is a `Tensor` without a loss. Return one, or give `loss=lambda"),
+        (Ready("datamodule"), {}, "runs `setup` without a Trainer, and it failed .* Use `simulate`, which runs one."),
+        (Asks("strategy"), {}, "Use `simulate`, which runs one, add a section `optimizer` to the configuration, or"),
     ],
 )
 def test_bad_input_is_refused(module: nn.Module, options: dict[str, Any], message: str) -> None:
