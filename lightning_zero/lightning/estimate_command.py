@@ -16,7 +16,7 @@ __all__ = ["estimate"]
 def estimate(
     run: Path | None = None,
     module: str | None = None,
-    world: int = 1,
+    world: int | None = None,
     *,
     data: str | None = None,
     memory: str | None = None,
@@ -37,10 +37,10 @@ def estimate(
             ``optimizer``, and ``trainer`` with ``strategy`` and ``precision``.
         module: The model class that a program gives to ``LightningCLI``, where ``model`` has no ``class_path``; without
             a configuration a class or function without arguments: ``package.module:name``.
-        world: Number of ranks.
+        world: Number of ranks; by default ``devices`` times ``num_nodes`` of the configuration, or 1 without one.
         data: The class of the data module, likewise.
         memory: Memory of a device, such as ``80GiB``. Names the fastest setting that fits, and prints its YAML.
-        ranks_per_node: Ranks of a node, for scopes of a node.
+        ranks_per_node: Ranks of a node, for scopes of a node; by default ``devices`` where ``world`` is not given.
         precision: Overrides that of the configuration: ``32-true``, ``bf16-mixed`` or ``bf16-true``.
         only: Forecast the setting of the configuration alone.
         json: Print JSON, in bytes, instead of the table.
@@ -54,16 +54,17 @@ def estimate(
         check_picture(plot)
     logged = None if compare is None else logged_memory(compare)
     config = RunConfig.read("estimate", run, module=module, data=data)
+    num_ranks, node = config.world(world, ranks_per_node)
     nbytes = None if memory is None else _bytes(memory)
     forecast = estimate_memory(
         config.make,
         config.strategy,
-        world_size=world,
+        world_size=num_ranks,
         batch=config.batch,
         optimizer=config.optimizer,
         precision=precision or config.precision,
         accelerator=config.accelerator,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=node,
         accumulate_grad_batches=config.accumulate_grad_batches,
         clips=bool(config.gradient_clip_val),
         side_by_side=not only,
@@ -75,7 +76,7 @@ def estimate(
         return
     print(table(forecast, nbytes))
     if logged is not None:
-        print(f"\nThe forecast for {world} rank(s) beside the log:\n{comparison(forecast.own, logged)}")
+        print(f"\nThe forecast for {num_ranks} rank(s) beside the log:\n{comparison(forecast.own, logged)}")
     if nbytes is not None:
         fastest = forecast.fastest(nbytes)
         print(

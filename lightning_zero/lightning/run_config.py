@@ -31,6 +31,8 @@ class RunConfig:
         gradient_clip_val: As in the Trainer.
         gradient_clip_algorithm: As in the Trainer.
         sync_batchnorm: As in the Trainer.
+        devices: Ranks of a node; None: the configuration has no number.
+        num_nodes: As in the Trainer.
     """
 
     make: Callable[[], nn.Module]
@@ -43,6 +45,8 @@ class RunConfig:
     gradient_clip_val: float | None
     gradient_clip_algorithm: str | None
     sync_batchnorm: bool
+    devices: int | None
+    num_nodes: int
 
     @classmethod
     def read(cls, command: str, run: Path | None, *, module: str | None, data: str | None) -> RunConfig:
@@ -53,6 +57,7 @@ class RunConfig:
         """
         sections = RunSections.read(command, run, module=module, data=data)
         trainer = section_of(sections.content, "trainer")
+        devices = 1 if run is None else trainer.get("devices")
         return cls(
             make=sections.model(),
             strategy=_strategy(sections, trainer.get("strategy")),
@@ -64,7 +69,27 @@ class RunConfig:
             gradient_clip_val=trainer.get("gradient_clip_val"),
             gradient_clip_algorithm=trainer.get("gradient_clip_algorithm"),
             sync_batchnorm=bool(trainer.get("sync_batchnorm")),
+            devices=len(devices) if isinstance(devices, list) else devices if _is_count(devices) else None,
+            num_nodes=int(trainer.get("num_nodes") or 1),
         )
+
+    def world(self, given: int | None, ranks_per_node: int | None) -> tuple[int, int | None]:
+        """Return the number of ranks, and of those of a node, by default the Trainer's.
+
+        Raises:
+            ValueError: Nobody says how many there are.
+        """
+        if given is not None:
+            return given, ranks_per_node
+        if self.devices is None:
+            raise ValueError(
+                "`trainer.devices` of the configuration is no number of ranks. Add `--world=8`, or another."
+            )
+        return self.devices * self.num_nodes, ranks_per_node or self.devices
+
+
+def _is_count(devices: Any) -> bool:
+    return isinstance(devices, int) and not isinstance(devices, bool) and devices > 0
 
 
 def _strategy(sections: RunSections, given: Any) -> ZeroStrategy:

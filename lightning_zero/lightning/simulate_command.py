@@ -18,7 +18,7 @@ __all__ = ["simulate"]
 def simulate(
     run: Path | None = None,
     module: str | None = None,
-    world: int = 1,
+    world: int | None = None,
     rank: int = 0,
     *,
     data: str | None = None,
@@ -45,10 +45,11 @@ def simulate(
     Args:
         run: Configuration of a run, also ``--config``, as for ``estimate``.
         module: As for ``estimate``.
-        world: Number of ranks.
+        world: Number of ranks; by default ``devices`` times ``num_nodes`` of the configuration, or 1 without one.
         rank: The rank to simulate.
         data: As for ``estimate``.
-        ranks_per_node: Ranks of a node; by default 8 where they divide the world, or all.
+        ranks_per_node: Ranks of a node; by default ``devices`` where ``world`` is not given, else 8 where they divide
+            the world, or all.
         precision: Overrides that of the configuration: ``32-true``, ``bf16-mixed`` or ``bf16-true``.
         measure: Measure rates of this machine first, in some seconds; rates that are given win.
         tflops: 10**12 operations per second of matrix products in 16 bits.
@@ -78,18 +79,19 @@ def simulate(
     if plot is not None:
         check_picture(plot)
     config = RunConfig.read("simulate", run, module=module, data=data)
+    num_ranks, node = config.world(world, ranks_per_node)
     if config.sync_batchnorm:
         raise ValueError("`sync_batchnorm: true` is not simulated yet. Leave it out, or change it for the simulation.")
     simulation = simulate_step(
         config.make,  # type: ignore[arg-type]
         config.strategy,
-        world_size=world,
+        world_size=num_ranks,
         rank=rank,
         batch=config.batch,
         optimizer=config.optimizer,
         precision=precision or config.precision,
         accelerator=config.accelerator,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=node,
         accumulate_grad_batches=config.accumulate_grad_batches,
         gradient_clip_val=config.gradient_clip_val,
         gradient_clip_algorithm=config.gradient_clip_algorithm,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from torch import Tensor, nn, ones
 from torch.utils.data import DataLoader
 
 from lightning_zero.__main__ import main
+from lightning_zero.lightning.run_config import RunConfig
 from tests.lightning.test_estimate import WIDTH, Program
 
 HERE = __name__
+GPT = Path(__file__).parents[2] / "examples" / "gpt"
 
 
 class Described(Program):
@@ -31,7 +34,8 @@ def not_a_module() -> int:
 def _config(folder: Path, strategy: str = "zero_2", model: str = "Described", more: str = "") -> str:
     path = folder / "run.yaml"
     path.write_text(
-        f"trainer: {{precision: bf16-mixed, strategy: {strategy}}}\nmodel: {{class_path: {HERE}.{model}}}\n{more}"
+        f"trainer: {{devices: 1, precision: bf16-mixed, strategy: {strategy}}}\n"
+        f"model: {{class_path: {HERE}.{model}}}\n{more}"
     )
     return f"--config={path}"
 
@@ -114,8 +118,54 @@ def test_strategies_that_are_not_forecast_are_refused(
 def test_sections_that_are_null_are_none(more: str, tmp_path: Path) -> None:
     assert main(["estimate", _config(tmp_path, "null", more=more), "--only=true"]) == 0
     path = tmp_path / "run.yaml"
-    path.write_text(f"trainer: null\nmodel: {{class_path: {HERE}.Described, init_args: null}}\n{more}")
+    path.write_text(f"trainer: {{devices: 1}}\nmodel: {{class_path: {HERE}.Described, init_args: null}}\n{more}")
     assert main(["estimate", f"--config={path}", "--only=true"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "world", "node"),
+    [
+        ("{devices: 4, num_nodes: 3}", (None, None), 12, 4),
+        ("{devices: [0, 1]}", (None, None), 2, 2),
+        ("{devices: 4}", (None, 2), 4, 2),
+        ("{devices: 4}", (6, None), 6, None),
+        ("{devices: auto}", (6, 3), 6, 3),
+    ],
+)
+def test_ranks_are_by_default_those_of_the_trainer(
+    trainer: str, given: tuple[int | None, int | None], world: int, node: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {trainer}\nmodel: {{class_path: {HERE}.Described}}")
+    assert RunConfig.read("estimate", path, module=None, data=None).world(*given) == (world, node)
+
+
+@pytest.mark.parametrize("command", ["estimate", "simulate"])
+@pytest.mark.parametrize("trainer", ["null", "{devices: auto, num_nodes: 2}", "{devices: -1}"])
+def test_a_world_that_nobody_says_is_asked_for(
+    command: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {trainer}\nmodel: {{class_path: {HERE}.Described}}")
+    assert main([command, f"--config={path}"]) == 1
+    assert "is no number of ranks. Add `--world=8`, or another." in capsys.readouterr().err
+
+
+def test_the_example_is_forecast_with_the_classes_of_its_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(GPT), *sys.path])
+    before = set(sys.modules)
+    try:
+        classes = ["--module=language_model:LanguageModel", "--data=data:ByteText"]
+        assert main(["estimate", f"--config={GPT / 'cpu.yaml'}", *classes, "--world=2", "--only=true"]) == 0
+    finally:
+        for name in set(sys.modules) - before:
+            if str(GPT) in str(getattr(sys.modules[name], "__file__", None)):
+                del sys.modules[name]
+    shown = capsys.readouterr().out
+    assert "on 2 rank(s), precision 32-true" in shown
+    assert "\n>  stage 3 " in shown
 
 
 class Picky(Program):
@@ -135,7 +185,7 @@ class Picky(Program):
         ("model: {class_path: 1\nseed: [", "run.yaml` is no YAML: line 2, column 5: "),
         ("model: \xff", "run.yaml` is no YAML: "),
         (
-            f"model: {{class_path: {HERE}.Picky, init_args: {{width: 3}}}}",
+            f"trainer: {{devices: 1}}\nmodel: {{class_path: {HERE}.Picky, init_args: {{width: 3}}}}",
             f"`{HERE}.Picky` cannot be made: KeyError: 'width'. Its arguments are `width`.",
         ),
     ],

@@ -167,7 +167,7 @@ def test_options_of_the_strategy_and_arguments_of_the_optimizer_are_converted(tm
 def test_wrong_sections_are_an_error_of_one_line(
     command: str, text: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = _written(tmp_path, text.replace("{here}", HERE))
+    path = _written(tmp_path, "trainer: {devices: 1}\n" + text.replace("{here}", HERE))
     more = [option.replace("{here}", HERE) for option in options]
     assert main([command, f"--config={path}", *more]) == 1
     shown = capsys.readouterr().err
