@@ -112,7 +112,7 @@ class RunSections:
     def _entry(self, key: str, named: str | None, option: str) -> Mapping[str, Any] | None:
         """Return the class of a section and its arguments, as ``class_path`` and ``init_args``."""
         section = self.content.get(key)
-        if isinstance(section, str):
+        if isinstance(section, str) and named is None:  # with a class, it is the file of a section
             section = {"class_path": section}
         has_class = isinstance(section, Mapping) and "class_path" in section
         if named is None:

@@ -120,6 +120,12 @@ def test_classes_in_the_file_mean_the_same_under_lightning_cli(tmp_path: Path, m
     assert torch.equal(found.batch(), ones(2, 4))
 
 
+def test_a_section_may_be_a_file_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "data.yaml").write_text("count: 1")
+    found = _read(_written(tmp_path, "data: data.yaml"), "torch.nn:Identity", f"{HERE}:Data")
+    assert torch.equal(found.batch(), ones(1, 4))
+
+
 def test_every_model_is_a_new_one(tmp_path: Path) -> None:
     make = _read(_written(tmp_path, f"model:{ARGUMENTS}"), f"{HERE}:Model").model()
     assert make().layer.weight is not make().layer.weight  # type: ignore[union-attr]
@@ -163,7 +169,7 @@ def test_options_of_the_strategy_and_arguments_of_the_optimizer_are_converted(tm
     ],
     ids=lambda value: value.replace("{here}", "").strip() if isinstance(value, str) and "`" not in value else "",
 )
-@pytest.mark.parametrize("command", ["estimate", "simulate", "tensor-plan"])
+@pytest.mark.parametrize("command", ["estimate", "tensor-plan"])
 def test_wrong_sections_are_an_error_of_one_line(
     command: str, text: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
