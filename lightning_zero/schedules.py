@@ -69,20 +69,27 @@ class Schedule(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the place of ``state_dict`` of this class, or of DeepSpeed's, and set the learning rates.
+        """Continue at the place of ``state_dict`` of this class, or of DeepSpeed's.
+
+        Load the optimizer before: its learning rates are set if they are those that this schedule has set last, so that
+        options may be others now. In a ``SequentialLR`` or ``ChainedScheduler`` they may be those of another part.
 
         Raises:
             ValueError: The dictionary says no place.
         """
         place = state_dict.get("last_batch_iteration")
-        if type(place) is not int or place < -1:
+        if type(place) is not int:
             raise ValueError(
-                f"The state of `{type(self).__name__}` has `last_batch_iteration={place!r}`; it must be a whole number,"
-                " -1 or more. It is the state of another scheduler: leave it out."
+                f"The state of `{type(self).__name__}` has `last_batch_iteration={place!r}`; it must be a whole number."
+                " It is the state of another scheduler: leave it out."
             )
         self.last_epoch = place + 1
         self._step_count = int(state_dict.get("_step_count", place + 2))
-        self._set_rates()
+        rates = [_number(group["lr"]) for group in self.optimizer.param_groups]
+        self._last_lr = list(state_dict.get("_last_lr", rates))  # DeepSpeed's have none
+        has_begun = place >= -1  # else its part of a sequence comes later
+        if has_begun and self._last_lr == rates:
+            self._set_rates()
 
     def _set_rates(self) -> None:
         """Set the learning rates of the present place, as ``step`` does of the next."""
@@ -196,9 +203,8 @@ class OneCycle(Schedule):
             return [rate / (1 + self.decay_lr_rate * self._decay_intervals) for rate in self.min_lrs]
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def step(self, epoch: int | None = None) -> None:
-        """Set learning rates and momenta for the next step of the optimizer."""
-        super().step(epoch)
+    def _update_lr(self, epoch: int | None = None) -> None:
+        super()._update_lr(epoch)  # of `step`, and of a `SequentialLR` at a milestone
         self._set_momenta()
 
     def _set_rates(self) -> None:

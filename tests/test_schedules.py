@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, SequentialLR
 
 from lightning_zero import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from lightning_zero.schedules import Schedule
@@ -289,12 +290,43 @@ def test_a_resumed_schedule_goes_on_as_uninterrupted(name: str, place: int) -> N
     )
 
 
-def test_a_state_sets_the_rates_by_itself() -> None:
+def test_a_state_of_deepspeed_sets_the_rates_by_itself() -> None:
     first, second = (OneCycle(optimizer(), 0.1, 0.5, cycle_first_step_size=4) for _ in range(2))
     curve(first, 3)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict({"last_batch_iteration": first.last_batch_iteration})
     assert rates_of(second) == rates_of(first) == pytest.approx([0.4])
     assert second.optimizer.param_groups[0]["betas"] == first.optimizer.param_groups[0]["betas"]
+
+
+def in_sequence(*makes: Any) -> Any:
+    return lambda o: SequentialLR(o, [make(o) for make in makes], milestones=[4])
+
+
+COMBINED: dict[str, Any] = {
+    "sequence": in_sequence(lambda o: WarmupLR(o, 0.01, 0.1, 4), lambda o: CosineAnnealingLR(o, 8)),
+    "sequence-second": in_sequence(lambda o: ConstantLR(o, 0.5), lambda o: WarmupDecayLR(o, 8, 0.01, 0.1, 3)),
+    "sequence-cycles": in_sequence(
+        lambda o: OneCycle(o, 0.01, 0.1, cycle_first_step_size=2), lambda o: OneCycle(o, 0.1, 0.2, 0.0, 3)
+    ),
+    "chain": lambda o: ChainedScheduler([WarmupLR(o, 0.01, 0.1, 4), ConstantLR(o, 0.5, total_iters=100)], o),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+@pytest.mark.parametrize("place", [0, 2, 4, 5, 7])
+def test_schedules_in_others_are_resumed_as_uninterrupted(name: str, place: int) -> None:
+    """The first part of a sequence set its own rate, and a part that had not begun was refused."""
+
+    def read(schedule: Schedule) -> Any:
+        return rates_of(schedule), schedule.optimizer.param_groups[0]["betas"], schedule.get_last_lr()
+
+    make = COMBINED[name]
+    whole = curve(make(optimizer()), 12, read)
+    first, second = make(optimizer()), make(optimizer())
+    curve(first, place)
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    assert curve(second, 12 - place, read) == whole[place:]
 
 
 def test_a_state_of_deepspeed_is_taken() -> None:
@@ -309,6 +341,7 @@ def test_a_longer_training_is_decayed_over_its_own_steps() -> None:
     first = WarmupDecayLR(optimizer(), 8, 0.0, 1.0, 4)
     curve(first, 6)
     second = WarmupDecayLR(optimizer(), 16, 0.0, 1.0, 4)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
     second.load_state_dict(first.state_dict())
     assert rates_of(second) == pytest.approx([(16 - 5) / 12])
 
