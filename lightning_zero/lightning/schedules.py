@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim.lr_scheduler import SequentialLR
 
 from lightning_zero.schedules import Schedule, WarmupCosineLR, WarmupDecayLR
 
@@ -16,6 +17,8 @@ __all__ = ["prepare_schedules"]
 
 def prepare_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> None:
     """Have schedules of this package stepped at every step, and fill ``total_num_steps="auto"`` from the Trainer.
+
+    In a later part of a ``SequentialLR`` these are the steps that are left at its milestone.
 
     Raises:
         ValueError: The training has no end, so that there is nothing to fill; or a schedule inside of another scheduler
@@ -30,9 +33,9 @@ def prepare_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> 
             )
         if trainer.lightning_module.automatic_optimization:
             _refuse_epochs(config)
-        for schedule in _schedules(config.scheduler):
+        for schedule, begin in _schedules(config.scheduler):
             if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)) and schedule.total_num_steps == "auto":
-                schedule.fill_total_num_steps(trainer.estimated_stepping_batches)
+                schedule.fill_total_num_steps(trainer.estimated_stepping_batches - begin)
                 rank_zero_info(f"`total_num_steps` of `{type(schedule).__name__}`: {schedule.total_num_steps}")
 
 
@@ -42,7 +45,7 @@ def _refuse_epochs(config: LRSchedulerConfig) -> None:
     Raises:
         ValueError: It is in a scheduler whose interval is an epoch.
     """
-    inner = next((one for one in _schedules(config.scheduler) if isinstance(one, Schedule)), None)
+    inner = next((one for one, _ in _schedules(config.scheduler) if isinstance(one, Schedule)), None)
     if inner is not None and config.interval == "epoch":
         outer = type(config.scheduler).__name__
         raise ValueError(
@@ -52,8 +55,10 @@ def _refuse_epochs(config: LRSchedulerConfig) -> None:
         )
 
 
-def _schedules(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and those in it, such as the parts of ``SequentialLR``."""
-    yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
-        yield from _schedules(part)
+def _schedules(scheduler: Any, begin: int = 0) -> Iterator[tuple[Any, int]]:
+    """Yield a scheduler and those in it, such as the parts of ``SequentialLR``, with the steps before each begins."""
+    yield scheduler, begin
+    parts = getattr(scheduler, "_schedulers", ())
+    milestones = [0, *scheduler._milestones] if isinstance(scheduler, SequentialLR) else [0] * len(parts)
+    for part, milestone in zip(parts, milestones, strict=True):
+        yield from _schedules(part, begin + milestone)

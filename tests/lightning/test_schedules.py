@@ -99,15 +99,16 @@ def test_a_resumed_fit_goes_on_as_uninterrupted(tmp_path: Path) -> None:
     assert first + second == whole
 
 
-def test_auto_in_a_sequence_of_schedules_is_filled(tmp_path: Path) -> None:
+def test_auto_in_a_sequence_of_schedules_is_the_steps_after_its_milestone(tmp_path: Path) -> None:
     made: list[Any] = []
 
     def make(optimizer: Any) -> Any:
         made[:] = [ConstantLR(optimizer, 1.0), WarmupDecayLR(optimizer, "auto", warmup_num_steps=2)]
         return {"scheduler": SequentialLR(optimizer, made, milestones=[4]), "interval": "step"}
 
-    rates(make, tmp_path)
-    assert made[1].total_num_steps == STEPS
+    seen = rates(make, tmp_path)
+    assert made[1].total_num_steps == STEPS - 4
+    assert seen == pytest.approx([0.1] * 4 + decay(2, STEPS - 4, STEPS - 4))
 
 
 @pytest.mark.parametrize(
