@@ -3,8 +3,9 @@
 Note [Stand-ins]
     A module's own ``state_dict`` and ``load_state_dict`` run, with their hooks and overrides, but see a stand-in in
     place of every parameter: it has the shape and no values. ``state_dict`` hands it through; when ``load_state_dict``
-    copies something into it, it notes which. So renaming, dropping and adding of keys works as in any module at every
-    stage. Code that computes with parameter values in these methods is refused.
+    copies something into it, or assigns a tensor in its place (``assign=True``), it notes which. So renaming, dropping
+    and adding of keys works as in any module at every stage. Code that computes with parameter values in these methods
+    is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class StandIn(nn.Parameter):
     """A tensor's shape and dtype. See Note [Stand-ins]."""
 
     fqn: str
-    sources: list[Any]  # values copied into it, one entry per name of a tied parameter
+    sources: list[Any]  # values copied into it or assigned, one entry per name of a tied parameter
 
     def __new__(cls, name: str, shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> StandIn:
         """Make the stand-in of a tensor, with the class and the attributes of ``like``."""
@@ -42,6 +43,24 @@ class StandIn(nn.Parameter):
 
     def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> None:
         pass
+
+    def note_assigned(self, found: torch.Tensor | None) -> None:
+        """Note a tensor that is in the place of this stand-in now.
+
+        Raises:
+            ValueError: There is none, or one of another shape.
+        """
+        if found is self:
+            return
+        shape = self.size()
+        if found is None or found.shape != shape:
+            there = "nothing" if found is None else f"a tensor of shape {tuple(found.shape)}"
+            raise ValueError(
+                f"`load_state_dict` of the module has put {there} in the place of `{self.fqn}`, whose shape is"
+                f" {tuple(shape)}: which parameters there are is settled when the module is sharded. Change them in"
+                " `configure_model` or before the strategy sets up, and keep their shapes there."
+            )
+        self.sources.append(found)
 
     def give_attributes(self, like: torch.Tensor) -> None:
         """Copy the attributes that code has set on this stand-in to the tensor it stands for."""
@@ -73,11 +92,17 @@ class StandIn(nn.Parameter):
 
 @contextlib.contextmanager
 def stand_ins(module: nn.Module, wanted: Mapping[int, StandIn]) -> Iterator[None]:
-    """Put stand-ins in place of a module's parameters and buffers, by the ``id`` of the tensor each stands for."""
+    """Put stand-ins in place of a module's parameters and buffers, by the ``id`` of the tensor each stands for.
+
+    Raises:
+        ValueError: The code inside has put a tensor of another shape, or none, in the place of one.
+    """
     places = _tensors_of(module, wanted)
     try:
         with replaced(module, wanted):
             yield
+            for tensors, key, tensor in places:
+                wanted[id(tensor)].note_assigned(tensors.get(key))
     finally:
         for _, _, tensor in places:
             wanted[id(tensor)].give_attributes(tensor)

@@ -256,8 +256,9 @@ def _match(
     for key, stand_in in wanted.items():
         if any(id(source) not in file_names for source in stand_in.sources):
             raise ValueError(
-                f"`load_state_dict` of the module computes `{stand_in.fqn}` from values of the file, which"
-                " cannot be read in parts then. Convert the file; only names may change in the module's hooks."
+                f"`load_state_dict` of the module computes `{stand_in.fqn}` from values of the file, or assigns a new"
+                " parameter, so that they cannot be read in parts. Convert the file; only names may change in the"
+                " module's hooks, and `assign=True` is not needed."
             )
         sources = tuple(dict.fromkeys(file_names[id(source)] for source in stand_in.sources))
         if sources:

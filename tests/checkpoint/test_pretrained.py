@@ -414,10 +414,16 @@ class Computing(nn.Linear):
         super()._load_from_state_dict(values, prefix, *args)
 
 
-def test_a_module_that_computes_while_it_loads_is_refused(tmp_path: Path) -> None:
+class Assigning(nn.Linear):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = True) -> Any:
+        return super().load_state_dict(state_dict, strict, assign=True)
+
+
+@pytest.mark.parametrize("kind", [Computing, Assigning])
+def test_a_module_that_computes_while_it_loads_is_refused(kind: Any, tmp_path: Path) -> None:
     _save(tmp_path, {"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
     with pytest.raises(ValueError, match="`load_state_dict` of the module computes `weight` from values of the file"):
-        load_pretrained(Computing(3, 2), tmp_path)
+        load_pretrained(kind(3, 2), tmp_path)
 
 
 def _fail(rank: int, world: int, path: str) -> None:

@@ -97,6 +97,47 @@ def test_another_shape_is_refused_as_by_any_module() -> None:
     worlds.run(_misfit, 2)
 
 
+class _Assigns(programs.Model):
+    """Puts the tensors of a state in place of its own, as ``assign=True`` does, or part of one."""
+
+    is_cut = False
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = True) -> Any:
+        keys = super().load_state_dict(state_dict, strict, assign=True)
+        self.scale = nn.Parameter(state_dict["scale"].detach())
+        if self.is_cut:
+            self.unused = nn.Parameter(state_dict["unused"][:3])
+        return keys
+
+
+def _assign(rank: int, world: int, path: str) -> None:
+    worlds.seed(0)
+    source = programs.Model()
+    source.batch_norm.running_mean.fill_(3.0)
+    if rank == 0:
+        torch.save(source.state_dict(), path)
+    torch.distributed.barrier()
+    worlds.seed(1)
+    model = _Assigns()
+    engine = ZeroEngine(3)
+    engine.shard(model)
+    params = list(model.parameters())
+    values = torch.load(path)
+    state.load_model_state(engine, model, values)
+    assert all(mine is param for mine, param in zip(model.parameters(), params, strict=True))
+    for (name, param), expected in zip(model.named_parameters(), source.parameters(), strict=True):
+        assert torch.equal(engine.full_param(param), expected), name
+    assert torch.equal(model.batch_norm.running_mean, source.batch_norm.running_mean)
+    model.is_cut = True
+    with pytest.raises(ValueError, match=r"put a tensor of shape \(3,\) in the place of `unused`.* is \(7,\)"):
+        state.load_model_state(engine, model, values)
+
+
+def test_tensors_that_a_module_assigns_while_it_loads_are_loaded(tmp_path: Path) -> None:
+    """They were put aside again, so the parameters kept their values."""
+    worlds.run(_assign, 2, str(tmp_path / "values.pt"))
+
+
 class Halved(programs.Model):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {key: value.half() for key, value in super().state_dict(*args, **kwargs).items()}
