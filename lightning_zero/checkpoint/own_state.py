@@ -130,7 +130,7 @@ def after_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     known = {number for group in saved["param_groups"] for number in group["params"]}
     optimizer.state.update(copy.deepcopy({key: value for key, value in saved["state"].items() if key not in known}))
     entries = {key: value for key, value in saved.items() if key not in _KEPT}
-    if entries and type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         tensors = [key for key, value in entries.items() if not _is_plain(value)]
         if tensors:
             raise ValueError(

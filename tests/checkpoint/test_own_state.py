@@ -54,6 +54,21 @@ class CountingInState(Counting):
     load_state_dict = Momentum.load_state_dict
 
 
+class CountingInGroups(Counting):
+    """Keeps it in its groups, so that ``state_dict`` is PyTorch's; ``load_state_dict`` reads it there."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.param_groups[0]["count"] = self.steps
+        return loss
+
+    state_dict = Momentum.state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        Momentum.load_state_dict(self, state_dict)
+        self.steps = self.param_groups[0]["count"]
+
+
 def hooked(params: Any) -> Optimizer:
     def loaded(optimizer: Any) -> None:
         optimizer.steps = optimizer.param_groups[0]["count"]
@@ -77,7 +92,12 @@ def hooked(params: Any) -> Optimizer:
     return optimizer
 
 
-OPTIMIZERS: dict[str, Any] = {"override": Counting, "key": CountingInState, "hooks": hooked}
+OPTIMIZERS: dict[str, Any] = {
+    "override": Counting,
+    "key": CountingInState,
+    "groups": CountingInGroups,
+    "hooks": hooked,
+}
 
 
 class Wrapping(Momentum):
