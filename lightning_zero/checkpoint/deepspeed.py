@@ -55,7 +55,7 @@ from lightning_zero.checkpoint.joined import Copies, JoinedTensors, same
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.stored import StoredTensor
 from lightning_zero.checkpoint.tensor_ranks import PREFIX, TensorRank, join
-from lightning_zero.checkpoint.unpickling import load_deepspeed, require_first_name
+from lightning_zero.checkpoint.unpickling import DynamicScale, load_deepspeed, require_first_name
 
 __all__ = ["find_deepspeed", "read_deepspeed"]
 
@@ -275,6 +275,29 @@ def _client_state(model: Mapping[str, Any]) -> dict[str, Any]:
     return mine
 
 
+def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a dynamic loss scale: the precision plugins read the first names, ``GradScaler`` the others.
+
+    A fixed scale is one of the configuration.
+    """
+    saved = optimizer.get("loss_scaler")
+    if not isinstance(saved, DynamicScale) or "cur_scale" not in vars(saved):
+        return {}
+    found = {"scale_factor": 2.0, "scale_window": 1000, "cur_iter": 0, "last_overflow_iter": -1, **vars(saved)}
+    steps, last_overflow = int(found["cur_iter"]), int(found["last_overflow_iter"])
+    entry = {
+        "scale": float(found["cur_scale"]),
+        "steps": steps,
+        "last_overflow": last_overflow,
+        **({"hysteresis": int(found["cur_hysteresis"])} if "cur_hysteresis" in found else {}),
+        "growth_factor": float(found["scale_factor"]),
+        "backoff_factor": 1 / found["scale_factor"],
+        "growth_interval": int(found["scale_window"]),
+        "_growth_tracker": max(steps - last_overflow - 2, 0) % int(found["scale_window"]),
+    }
+    return {"MixedPrecision": entry}
+
+
 # -- Tensors -----------------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +347,7 @@ def _content(
         values |= {one._replace(layer=alias).stacked: values[one.stacked] for one in stacks if one.stacked in values}
     strip = _strip(values)
     content = {
+        **_loss_scale(optimizers[0]),
         **_client_state(models[0]),
         "state_dict": _named(values, [*dict.fromkeys([*module, *values])]),
         "optimizer_states": [_optimizer(source, parameters, optimizers, strip)],
@@ -609,6 +633,7 @@ def _optimizer(
     """Return the base optimizer's state by parameter name, steps and options of groups included."""
     bases = [optimizer[BASE_STATE[source.stage]] for optimizer in optimizers]
     options = _options_of_groups(bases[0], optimizers[0])
+    _warn_of_options(source.directory, options)
     ranks = [_states_of_groups(base) for base in bases]
     members = _members(bases[0], len({place.group for one in parameters for place in one.places}))
     groups = options or [{} for _ in members]
@@ -669,6 +694,17 @@ def _states_of_groups(base: Any) -> dict[int, Any]:
 
 def _options_of_groups(base: Any, optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [] if isinstance(base, list) else list(base["param_groups"])
+
+
+def _warn_of_options(directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of options of DeepSpeed's optimizers by which PyTorch's do not step."""
+    if any(group.get("bias_correction", True) is False for group in groups):
+        warnings.warn(
+            f"`{directory}` was trained with `bias_correction=False`, which `torch.optim.Adam` and `AdamW` do not have:"
+            " their first steps after resuming are larger or smaller than DeepSpeed's would be. Return an optimizer"
+            " that reads this option of its groups from `configure_optimizers`.",
+            stacklevel=2,
+        )
 
 
 def _members(base: Any, num_flat: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_zero.checkpoint.checksums import EARLIER
 
-__all__ = ["load_deepspeed", "read_index", "require_first_name"]
+__all__ = ["DynamicScale", "load_deepspeed", "read_index", "require_first_name"]
 
 
 class _RefusedName(pickle.UnpicklingError):
@@ -125,6 +125,10 @@ class _Inert:
         del args, kwargs
 
 
+class DynamicScale(_Inert):
+    """Stands for ``DynamicLossScaler``; it has the attributes that were saved."""
+
+
 class _Stage(int):
     """Stands for ``ZeroStageEnum``."""
 
@@ -142,7 +146,7 @@ _DEEPSPEED_NAMES: dict[str, Any] = {
     "builtins.getattr": _member,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Inert,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Inert,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicScale,
     "deepspeed.runtime.config.DeepSpeedConfig": _Inert,
     "deepspeed.utils.tensor_fragment.fragment_address": _Inert,
 }
@@ -151,7 +155,7 @@ _DEEPSPEED_NAMES: dict[str, Any] = {
 def load_deepspeed(path: Path) -> Any:
     """Return the content of a file of DeepSpeed, mapped into memory.
 
-    Objects of its own classes are stand-ins without content.
+    Objects of its own classes are stand-ins without meaning, but for a ``DynamicScale``.
 
     Raises:
         pickle.UnpicklingError: It names something else that could run code.

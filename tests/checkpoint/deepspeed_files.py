@@ -36,6 +36,11 @@ class ZeroStageEnum(int, enum.Enum):
 class DynamicLossScaler:
     def __init__(self) -> None:
         self.cur_scale = 2**16
+        self.cur_iter = 7
+        self.last_overflow_iter = 2
+        self.cur_hysteresis = 1
+        self.scale_factor = 2.0
+        self.scale_window = 1000
         self.raise_error = True
 
 
@@ -232,7 +237,7 @@ def _optimizer_states(optimizer: Optimizer, stage: int, world: int, rank: int) -
     numbers = iter(range(len(flat)))
     per_group = [1 if stage < 3 else -(-len(group["params"]) // SUB_GROUP) for group in optimizer.param_groups]
     groups = [
-        {**group, "bias_correction": True, "params": [next(numbers) for _ in range(count)]}
+        {"bias_correction": True, **group, "params": [next(numbers) for _ in range(count)]}
         for group, count in zip(optimizer.param_groups, per_group, strict=True)
     ]
     base = {"state": state, "param_groups": groups}

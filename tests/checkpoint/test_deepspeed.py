@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.convert import read_foreign
 from lightning_zero.checkpoint.planner import Segment
 from lightning_zero.checkpoint.stored import fill
+from lightning_zero.lightning.precision import LossScale, ZeroMixedPrecision
 from tests import worlds
 from tests.checkpoint import deepspeed_files, programs
 from tests.sampling import sample
@@ -98,6 +99,31 @@ def test_what_lightning_kept_beside_it_is_read(tmp_path: Path) -> None:
     assert read_foreign(tmp_path / "checkpoint")["epoch"] == 4
     (tmp_path / "latest").unlink()
     assert read_foreign(tmp_path)["epoch"] == 4
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("client", [None, {"epoch": 4, "global_step": 9}], ids=["plain", "lightning"])
+def test_the_loss_scale_goes_on(stage: int, client: Any, tmp_path: Path) -> None:
+    """It began at its first value again."""
+    model, optimizer = trained()
+    deepspeed_files.write(tmp_path, model, optimizer, stage, 2, client)
+    content = read_foreign(tmp_path)
+    plugin = ZeroMixedPrecision("16-mixed", "cpu", LossScale(init_scale=4.0))
+    plugin.on_load_checkpoint(content)
+    scaler = plugin.scaler
+    assert scaler is not None
+    assert (scaler.scale, scaler.steps, scaler.last_overflow, scaler.hysteresis) == (2.0**16, 7, 2, 1)
+    stock = torch.amp.GradScaler("cpu", init_scale=4.0)
+    stock.load_state_dict(content["MixedPrecision"])
+    assert (stock.get_scale(), stock._get_growth_tracker()) == (2.0**16, 3)
+
+
+def test_options_that_pytorch_does_not_have_are_named(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[1]["bias_correction"] = False
+    deepspeed_files.write(tmp_path, model, optimizer, 2, 2)
+    with pytest.warns(UserWarning, match=r"was trained with `bias_correction=False`, which `torch.optim.Adam`"):
+        read_foreign(tmp_path)
 
 
 # -- What cannot be read -----------------------------------------------------------------------------------------------
