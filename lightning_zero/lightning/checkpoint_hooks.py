@@ -31,7 +31,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.errors import CollectiveError
 from lightning_zero.lightning.metrics import METRIC_STATES, metric_states, with_own_metric_states
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
-from lightning_zero.lightning.progress import place_of, why_not_to_save
+from lightning_zero.lightning.progress import open_microbatches, place_of, why_not_to_save
 from lightning_zero.lightning.rank_states import (
     RANK_STATES,
     describe_states,
@@ -45,6 +45,7 @@ from lightning_zero.lightning.rank_states import (
 
 __all__ = ["CheckpointFollower", "CheckpointHooks", "raw"]
 
+OPEN_MICROBATCHES = "open_microbatches"  # key of a checkpoint: how many have gradients that it does not have
 STEP_DEVICES = "step_devices"  # key of a checkpoint: on which processor each offloaded unit is stepped
 PEERS_TIMEOUT_S = 10.0  # how long a rank that saves after an error waits for the others
 
@@ -172,8 +173,10 @@ class CheckpointHooks(ParallelStrategy):
         of_chunks = None if self._steps is None else self._steps.random_states()
         random_states = gather_random_states(engine, of_chunks)
         devices = engine.internals.checkpoints.step_devices
+        num_open = open_microbatches(self._sharded_module.trainer)
         return {
             COPIES: ranks.num_copies,
+            **({OPEN_MICROBATCHES: num_open} if num_open else {}),
             RANDOM_STATES: random_states,
             **({METRIC_STATES: metrics} if any(metrics) else {}),
             **({RANK_STATES: rank_states} if rank_states else {}),
@@ -365,6 +368,14 @@ class CheckpointHooks(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective: all ranks."""
+        if checkpoint.get(OPEN_MICROBATCHES):
+            rank_zero_warn(
+                f"The checkpoint was saved when {checkpoint[OPEN_MICROBATCHES]} micro-batch(es) had added to the"
+                " gradients of the next step, which no checkpoint keeps: that step is made of the others alone, so the"
+                " losses differ from those of an uninterrupted run. Save where a step has been made: let"
+                " `val_check_interval` be a multiple of `accumulate_grad_batches`, and save at the end of a validation"
+                " or epoch, or if `trainer.global_step` has changed."
+            )
         states = checkpoint.get(RANDOM_STATES)
         self._random_states = None if states is None else (states, checkpoint.get(COPIES, len(states)))
         self.engine.internals.checkpoints.use_step_devices(checkpoint.get(STEP_DEVICES, {}))

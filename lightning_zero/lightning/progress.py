@@ -1,4 +1,4 @@
-"""The place of a rank in a run, which must be the same on all ranks when they save."""
+"""The place of a rank in a run, which must be the same on all ranks when they save; how far its next step has come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_zero.comm.agreement import first_difference
 from lightning_zero.comm.peers import Facts
 from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["place_of", "why_not_to_save"]
+__all__ = ["open_microbatches", "place_of", "why_not_to_save"]
 
 _HALFWAY = "inside a step"
 
@@ -41,6 +41,17 @@ def _place_in_loops(trainer: pl.Trainer) -> Facts:
 
 def _counts(tracker: Any) -> str:
     return f"{tracker.ready} ({tracker.started} started, {tracker.processed} processed, {tracker.completed} completed)"
+
+
+def open_microbatches(trainer: pl.Trainer) -> int:
+    """Return how many micro-batches have added to the gradients of a step that is not made yet.
+
+    The last batch of an epoch always makes one.
+    """
+    batches = trainer.fit_loop.epoch_loop
+    count: Any = batches.batch_progress.current
+    is_at_end = count.processed == count.ready and batches._num_ready_batches_reached()
+    return 0 if is_at_end else count.processed % trainer.accumulate_grad_batches
 
 
 def why_not_to_save(places: Mapping[int, Facts]) -> str:

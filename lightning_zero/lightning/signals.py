@@ -3,11 +3,12 @@
 Note [Between two batches]
     A handler runs wherever its rank happens to be, in the middle of a step too. A save there needs ranks that are in
     other places, or wait for this one. So a handler takes a note and returns. Lightning asks in front of every training
-    batch whether rank 0 has seen SIGTERM; in this place the ranks agree on the signals that any of them has noted. No
-    batch follows the last one, its validation and `on_train_end`, so they agree in front of `on_train_end` and behind
-    it as well. A rank that has noted SIGTERM still later sends it to itself again when it has given the handlers back.
-    The message has room for a digest of frozen parameters and options of optimizers, so a rank that has changed one
-    alone gets an error before the batch, in which it would reduce other gradients than the other ranks (ADR 0064).
+    batch whether rank 0 has seen SIGTERM; in this place the ranks agree on the signals that any of them has noted. If
+    micro-batches have added to the gradients of the next step, which a checkpoint does not keep, the signals wait for
+    it. No batch follows the last one, its validation and `on_train_end`, so they agree in front of `on_train_end` and
+    behind it as well. A rank that has noted SIGTERM still later sends it to itself again when it has given the handlers
+    back. The message has room for a digest of frozen parameters and options of optimizers, so a rank that has changed
+    one alone gets an error before the batch, in which it would reduce other gradients than the other ranks (ADR 0064).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.engine.runtime.rank_facts import RankFacts
+from lightning_zero.lightning.progress import open_microbatches
 
 __all__ = ["Signals"]
 
@@ -115,6 +117,8 @@ class Signals:
             RuntimeError: The ranks have other parameters frozen, or other options of optimizers.
         """
         requeue, terminate = self._agree_on_signals(where, compares_facts=compares_facts)
+        if where == _FRONT and open_microbatches(self._trainer):
+            return
         connector = self._trainer._signal_connector
         if requeue and not self._is_requeued:
             self._is_requeued = True

@@ -567,3 +567,33 @@ def test_random_states_of_another_world_are_left_out_and_it_is_said_once(tmp_pat
     said = worlds.run(_say, 1, str(tmp_path / "step=6.ckpt"))
     assert [len(lines) for lines in said] == [1]
     assert said[0][0].startswith("The checkpoint was saved on 2 ranks and is resumed on 1")
+
+
+class _SavesAt(Callback):
+    def __init__(self, batch: int, path: str) -> None:
+        self._batch = batch
+        self._path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._batch:
+            trainer.save_checkpoint(self._path)
+
+
+def _lose_microbatches(rank: int, world: int, folder: str) -> list[list[str]]:
+    """Return what resuming says, by the batch behind which the checkpoint was saved: of 5, three a step."""
+    said = []
+    for batch in (1, 2, 4):
+        path, options = f"{folder}/{batch}", {"accumulate_grad_batches": 3, "limit_train_batches": 5}
+        trainer(rank, world, 2, callbacks=[_SavesAt(batch, path)], **options).fit(seeded(Net), loader(rank, world))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(rank, world, 2, **options).fit(seeded(Net), loader(rank, world), ckpt_path=path)
+        said.append([str(one.message) for one in caught if "micro-batch(es)" in str(one.message)])
+    return said
+
+
+def test_gradients_of_an_open_accumulation_are_named_as_lost(tmp_path: Path) -> None:
+    """The resumed run stepped without them, in silence."""
+    ((message,), closed, at_end) = worlds.run(_lose_microbatches, 1, str(tmp_path))[0]
+    assert message.startswith("The checkpoint was saved when 2 micro-batch(es) had added to the gradients of the next")
+    assert closed == at_end == []

@@ -65,7 +65,13 @@ for _hook in _HOOKS:
 
 
 def _fit(
-    rank: int, world: int, number: int, places: tuple[Place | None, ...], folder: str, async_save: bool = False
+    rank: int,
+    world: int,
+    number: int,
+    places: tuple[Place | None, ...],
+    folder: str,
+    async_save: bool = False,
+    accumulate: int = 1,
 ) -> list[Any]:
     """Return the commands that were called, each with the checkpoints that were there."""
     calls: list[Any] = []
@@ -82,6 +88,7 @@ def _fit(
         world,
         ZeroStrategy(stage=3, timeout=60, async_save=async_save),
         max_epochs=1,
+        accumulate_grad_batches=accumulate,
         environment=_Slurm(rank, world),
         callbacks=callbacks,
         enable_checkpointing=True,
@@ -92,7 +99,7 @@ def _fit(
             fitted.fit(seeded(Net), loader(rank, world), loader(rank, world, size=8))
     else:
         fitted.fit(seeded(Net), loader(rank, world), loader(rank, world, size=8))
-        assert fitted.global_step == 8 // world
+        assert fitted.global_step == 8 // world // accumulate
     return calls
 
 
@@ -122,6 +129,16 @@ def test_a_signal_is_one_save_on_all_ranks(number: int, places: tuple[Place | No
     for key, value in worlds.run(_weights, 2)[0][2].items():
         assert torch.equal(content["state_dict"][key][:], value), key
     assert calls == (_called(name) if number == _SENT else [[], []])
+
+
+@pytest.mark.parametrize("number", [_SENT, signal.SIGTERM])
+def test_a_signal_between_two_micro_batches_waits_for_the_step(number: int, tmp_path: Path) -> None:
+    """The gradients of the first micro-batch were lost, and the resumed run stepped on the second alone."""
+    worlds.run(_fit, 2, number, (None, ("on_train_batch_end", 0)), str(tmp_path), False, 2)
+    name = "hpc_ckpt_1.ckpt" if number == _SENT else "on_exception.ckpt"
+    content = directory.load(None, tmp_path / name)
+    assert content["global_step"] == 1
+    assert "open_microbatches" not in content
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start", "on_train_epoch_end", "on_train_end"])
