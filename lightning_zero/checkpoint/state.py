@@ -25,6 +25,7 @@ from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.checkpoint.stored import Lent, StoredTensor, fill
 from lightning_zero.engine.optim.segment_states import COUNTERS, is_counter
 from lightning_zero.errors import nearest
+from lightning_zero.trees import tree_map
 
 if TYPE_CHECKING:
     from lightning_zero.engine.access.records import ParameterRecord
@@ -568,13 +569,13 @@ def _new_slot(
     items: list[tuple[str, Any, Segment]],
 ) -> Any:
     """Return a new value for a slot of the optimizer's state; values to be read are added to ``items``."""
-    if not isinstance(value, torch.Tensor | Segment):
-        return copy.deepcopy(value)
     master = record.master()
+    if not isinstance(value, torch.Tensor | Segment):
+        return _cast_containers(value, master)
     if is_counter and slot == "step":
         on_device = options.get("capturable") or options.get("fused")
         return value.to(torch.float32).to(master.device, copy=True) if on_device else value.clone()
-    dtype = master.dtype if value.dtype.is_floating_point else value.dtype
+    dtype = _dtype_like(value, master)
     is_by_element = value.shape == torch.Size(record.shape)
     if is_counter or (not is_by_element and (value.ndim == 0 or record.keeps_whole_states)):
         return value.to(dtype).to(master.device, copy=True)
@@ -590,3 +591,18 @@ def _new_slot(
             local = torch.empty(stop - start, dtype=dtype, device=master.device)
     items.append((f"{record.name}.{slot}", value, _segment_of(record, local)))
     return local if record.is_sharded else local.view(record.shape_here)
+
+
+def _cast_containers(value: Any, master: torch.Tensor) -> Any:
+    """Copy a value that is no tensor, with the tensors in it as those of slots are: LBFGS keeps lists of them."""
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        return leaf.to(_dtype_like(leaf, master)).to(master.device, copy=True)
+
+    return tree_map(cast, value)
+
+
+def _dtype_like(value: torch.Tensor | Segment, master: torch.Tensor) -> torch.dtype:
+    return master.dtype if value.dtype.is_floating_point else value.dtype

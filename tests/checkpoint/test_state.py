@@ -333,6 +333,28 @@ def test_states_of_other_shapes_than_the_parameter_resume_at_stage_0(full: bool,
     worlds.run(_continue_whole, 2, full, str(tmp_path / "saved"))
 
 
+def _load_lists(rank: int, world: int) -> None:
+    model = nn.Linear(2, 3)
+    engine = ZeroEngine(0)
+    engine.shard(model)
+    optimizer = engine.attach(torch.optim.LBFGS(model.parameters()))
+    saved = state.optimizer_state(engine, optimizer)
+    directions = torch.arange(3, dtype=torch.float64)
+    saved["state"]["weight"] = {"old_dirs": [directions], "al": [None, directions], "n_iter": 2}
+    state.load_optimizer_state(engine, [optimizer], states=[saved])
+    found = optimizer.state[model.weight]
+    master = next(record for record in engine.records() if record.name == "weight").master()
+    for loaded in (found["old_dirs"][0], found["al"][1]):
+        assert (loaded.dtype, loaded.device) == (master.dtype, master.device)
+        assert torch.equal(loaded.double(), directions)
+    assert (found["al"][0], found["n_iter"]) == (None, 2)
+
+
+def test_tensors_in_lists_of_an_optimizer_get_dtype_and_device_of_the_master() -> None:
+    """LBFGS resumed on a GPU had its directions on the CPU."""
+    worlds.run(_load_lists, 1)
+
+
 def _continue_shared(rank: int, world: int, full: bool, path: str) -> None:
     runs = []
     for seed in (0, 1):
