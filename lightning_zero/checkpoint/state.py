@@ -122,25 +122,36 @@ def _names_the_file(state_dict: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def load_average(engine: ZeroEngine, average: nn.Module, state_dict: Mapping[str, Any]) -> None:
+def load_average(engine: ZeroEngine, module: nn.Module, average: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load an average from the state dictionary that ``model_state`` made of one. Collective: all ranks.
 
+    Args:
+        engine: Shards the module.
+        module: The module; its own ``load_state_dict`` says which entry is of which tensor, and its tensors stay.
+        average: Has this rank's segments and the buffers, by name.
+        state_dict: The dictionary.
+
     Raises:
-        ValueError: A parameter or buffer is missing, or a shape is another one.
+        ValueError: A parameter is missing.
+        RuntimeError: A shape is another one; in the words of ``nn.Module``.
         CheckpointError: Another rank had an error.
     """
     with Ranks(engine).agree("Loading an average"):
-        items, local = [], dict(average.named_parameters())
-        for record in engine.records():
-            found = next((state_dict[name] for name in record.aliases if name in state_dict), None)
-            if found is None or tuple(found.shape) != tuple(record.shape):
-                raise ValueError(f"The checkpoint has no average of `{record.name}` of shape {tuple(record.shape)}.")
-            items.append((record.name, found, _master_segment(record, local[record.name])))
-        copy_ranges(items)
+        kept, records, local = Lent(), engine.records(), dict(average.named_parameters())
+        buffers = {name: StandIn(name, buffer.shape, buffer.dtype) for name, buffer in module.named_buffers()}
+        wanted = {**_stand_ins(records), **{id(one): buffers[name] for name, one in module.named_buffers()}}
+        with stand_ins(module, wanted):
+            module.load_state_dict(kept.lend(state_dict), strict=False)
+        sources = [(record, wanted[id(record.parameter)].sources) for record in records]
+        missing = next((record for record, found in sources if not found), None)
+        if missing is not None:
+            raise ValueError(f"The checkpoint has no average of `{missing.name}` of shape {tuple(missing.shape)}.")
+        copy_ranges([(one.name, found[-1], _master_segment(one, local[one.name])) for one, found in sources])
         with torch.no_grad():
             for name, buffer in average.named_buffers():
-                if name in state_dict:
-                    buffer.copy_(state_dict[name])
+                if name in buffers and buffers[name].sources:
+                    buffer.copy_(buffers[name].sources[-1])
+        kept.take_back()
 
 
 def _master_segment(record: ParameterRecord, local: torch.Tensor | None = None) -> Segment:

@@ -243,7 +243,7 @@ class _StochasticAveraging(_OnSegments, StochasticWeightAveraging):
     def _load_average_model_state(self, model_state: Any) -> None:
         module = self._averaged
         if model_state is not None and module is not None:
-            state.load_average(_engine_of(module), self._average_model, model_state)
+            state.load_average(_engine_of(module), module, self._average_model, model_state)
 
 
 # -- For the strategy --------------------------------------------------------------------------------------------------

@@ -144,6 +144,32 @@ def test_averages_resume_at_any_stage_and_under_ddp(name: str, tmp_path: Path) -
     worlds.run(resumed, WORLD, name, str(tmp_path), 1, timeout_s=200)
 
 
+class Renamed(Normed):
+    """Saves its entries under other names."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"saved.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        values = {name.removeprefix("saved."): value for name, value in state_dict.items()}
+        return super().load_state_dict(values, *args, **kwargs)
+
+
+def _resume_renamed(rank: int, world: int, folder: str) -> None:
+    def fit(name: str, resume: str | None = None) -> dict[str, Tensor]:
+        callbacks = [CALLBACKS["swa"](), ModelCheckpoint(f"{folder}/{name}", filename="{epoch}", save_top_k=-1)]
+        fitted = trainer(rank, world, 3, callbacks=callbacks, enable_checkpointing=True, max_epochs=4)
+        fitted.fit(seeded(Renamed), loader(rank, world, size=8), loader(rank, world, size=4), ckpt_path=resume)
+        return weights(fitted)
+
+    whole = fit("whole")
+    assert_equal(fit("resumed", f"{folder}/whole/epoch=2.ckpt"), whole, 1e-6)
+
+
+def test_averages_of_a_module_that_renames_its_entries_resume(tmp_path: Path) -> None:
+    worlds.run(_resume_renamed, 1, str(tmp_path))
+
+
 def _saved(rank: int, world: int, name: str, folder: str, stage: int) -> None:
     fit(rank, world, ZeroStrategy(stage=stage), name, folder)
 
