@@ -181,6 +181,11 @@ class StepControl:
         """Return the accounts of the device and of host memory."""
         return self._state.sharded.store, self._state.sharded.placement.host
 
+    def window_bytes(self) -> int:
+        """Return the most bytes of host memory through which tensors on disks are read and written."""
+        disk = self._state.sharded.placement.disk
+        return 0 if disk is None else disk.most_awake_bytes
+
     # -- The step window -------------------------------------------------------------------------------------------
 
     def open_window(self, optimizer: Optimizer) -> None:

@@ -6,7 +6,8 @@ Note [The model]
     other, each begins when it is made or when the one before has ended, and lasts its latency and the bytes that a rank
     sends, at the rate of the slowest link between its ranks. A wait moves the computing stream to the end of the call;
     the time that it stands still is exposed. Operations on host memory, such as steps of offloaded optimizers, are made
-    in the computing stream, at the rate of the host.
+    in the computing stream, at the rate of the host. Disks read and write one after the other, beside both streams; the
+    computing one waits for what it has read.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class MachineRates:
         link: GB per second that a rank sends to ranks of its node.
         network: GB per second that a rank sends to other nodes.
         host: GB per second of host memory, and of copies between it and the device.
+        disk: GB per second that a rank reads from and writes to its disks.
         latency_us: Microseconds that a collective takes beside its bytes.
         launch_us: Microseconds that any operation takes at least.
     """
@@ -54,6 +56,7 @@ class MachineRates:
     link: float = 300.0
     network: float = 40.0
     host: float = 50.0
+    disk: float = 5.0
     latency_us: float = 20.0
     launch_us: float = 3.0
 
@@ -112,16 +115,17 @@ class Clock:
         self.now_s = 0.0
         self.flops = 0
         self.calls: list[SimulatedCall] = []
-        self.phases_s: dict[str, float] = {}  # without waits
+        self.phases_s: dict[str, float] = {}  # without waits for other ranks
         self._rates = rates
         self._ranks_per_node = ranks_per_node
         self._phase = phase
         self._link_free_s = 0.0
+        self._disk_free_s = 0.0
         self._running: dict[str, deque[SimulatedCall]] = {}  # by name
 
     def restart(self) -> None:
         """Begin at zero; calls that run are forgotten, which a later wait finds ended."""
-        self.now_s = self._link_free_s = 0.0
+        self.now_s = self._link_free_s = self._disk_free_s = 0.0
         self.flops = 0
         self.calls, self.phases_s, self._running = [], {}, {}
 
@@ -139,6 +143,11 @@ class Clock:
     def move(self, nbytes: int, *, on_host: bool) -> None:
         """Read and write a number of bytes in a part of an operation."""
         self._spend(nbytes / 1e9 / (self._rates.host if on_host else self._rates.memory))
+
+    def transfer(self, nbytes: int) -> Callable[[], None]:
+        """Begin to read or write bytes of a disk; return a function that waits for it."""
+        self._disk_free_s = done_s = max(self.now_s, self._disk_free_s) + nbytes / 1e9 / self._rates.disk
+        return lambda: self._spend(max(done_s - self.now_s, 0.0))
 
     def _spend(self, seconds: float) -> None:
         self.now_s += seconds

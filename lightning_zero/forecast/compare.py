@@ -84,6 +84,8 @@ def comparison(forecast: SettingForecast, logged: dict[str, float]) -> str:
         "optimizer": forecast.device["optimizer"],
         "host_parameters": forecast.host["parameters"],
         "host_optimizer": forecast.host["optimizer"],
+        "disk_parameters": forecast.disk.get("parameters", 0),
+        "disk_optimizer": forecast.disk.get("optimizer", 0),
         "peak": forecast.peak_bytes,
     }
     unit, size = ("GiB", _GIB) if forecast.peak_bytes >= _GIB else ("MiB", _GIB / 1024)
@@ -91,7 +93,7 @@ def comparison(forecast: SettingForecast, logged: dict[str, float]) -> str:
     for name, nbytes in rows.items():
         ours, theirs = nbytes / size, logged.get(name)
         theirs = None if theirs is None else theirs * _GIB / size
-        if theirs is None and name.startswith("host_"):
+        if theirs is None and name.startswith(("host_", "disk_")):
             continue
         measured = "not logged" if theirs is None else f"{theirs:.4f}"
         lines.append(f"{name:<16}{ours:>12.4f}{measured:>12}{_difference(ours, theirs):>16}".rstrip())

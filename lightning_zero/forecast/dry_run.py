@@ -15,7 +15,8 @@ Note [What is run nevertheless]
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_zero.engine.units import placement
 from lightning_zero.forecast.live_bytes import LiveBytes, OperationKind, kind_of, replaced
+from lightning_zero.forecast.pretended_disks import PretendedDisks
 from lightning_zero_ops import chunks
 from lightning_zero_ops.grouped import empty_grouped_mm
 
@@ -71,6 +74,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
         torch.set_num_threads(1)
         self._context.enter_context(replaced(torch.utils.deterministic, "fill_uninitialized_memory", False))
         self._context.enter_context(replaced(chunks, "_step_window", self._step_window))
+        self._context.enter_context(replaced(placement, "NvmeStore", partial(PretendedDisks, transfer=self._transfer)))
         # Compiled code would be given up for good under a mode of ours.
         self._context.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
@@ -78,6 +82,10 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _step_window(self, kernel: Any, window: Any, grad: Tensor, states: Sequence[Tensor], *rest: Any) -> None:
         """Make no piece of a flat step."""
+
+    def _transfer(self, nbytes: int) -> Callable[[], None]:
+        """Begin to read or write bytes of a disk; return a function that waits for it."""
+        return lambda: None
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ActivationCheckpointing
+from lightning_zero.engine.access.statistics import EngineStats
 from lightning_zero.engine.buffers.home import HostHome
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.forecast.live_bytes import LiveBytes, Moment, replaced
@@ -58,6 +59,8 @@ class Rehearsed:
     Attributes:
         device: At the end of the backward, by kind.
         host: Of these kinds in host memory.
+        disk: Of these kinds on disks.
+        windows: Most bytes of host memory through which those on disks are read and written.
         peak: The moment of the most bytes on the device.
         at_peak: Bytes on the device at this moment, by kind.
         sent: Bytes that a rank sends in a step.
@@ -67,6 +70,8 @@ class Rehearsed:
 
     device: dict[str, int]
     host: dict[str, int]
+    disk: dict[str, int]
+    windows: int
     peak: Moment
     at_peak: dict[str, int] = field(default_factory=dict)
     sent: int
@@ -165,8 +170,10 @@ class _Steps:
         stats = self._engine.stats()
         peak = self._counter.peak
         return Rehearsed(
-            device=rest[0],
-            host=rest[1],
+            device=rest.memory,
+            host=rest.host,
+            disk=rest.disk,
+            windows=self._engine.internals.steps.window_bytes(),
             peak=peak,
             at_peak=kinds_at(peak, self._trainee.module),
             sent=sum(stats.traffic.values()),
@@ -174,8 +181,8 @@ class _Steps:
             units=stats.num_units,
         )
 
-    def _step(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Train on one batch in Lightning's order; return the bytes at the end of the backward."""
+    def _step(self) -> EngineStats:
+        """Train on one batch in Lightning's order; return the statistics at the end of the backward."""
         for number in range(self._trainee.microbatches):
             is_last = number == self._trainee.microbatches - 1
             with ExitStack() as stack:
@@ -187,7 +194,7 @@ class _Steps:
                 if self._trainee.clips:
                     self._engine.clip_grad_norm(optimizer, 1.0)
                 optimizer.step()
-        return stats.memory, stats.host
+        return stats
 
     def _forward_backward(self, *, is_first: bool) -> None:
         with self._counter.phase("forward"), self._engine.scope("training_step"), self._trainee.context():

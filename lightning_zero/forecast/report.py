@@ -19,15 +19,20 @@ _COLOURS = ("#4285c8", "#e1964b", "#5aa05a", "#9fc5e8", "#c27ba0", "#b7b7b7", "#
 def table(forecast: MemoryForecast, memory: int | None = None) -> str:
     """Return a row per setting, with the bytes of a rank; ``>`` marks the setting that was asked for.
 
+    Bytes on disks have a column if there are any.
+
     Args:
         forecast: The forecast.
         memory: Bytes of the device: a column says which settings fit.
     """
-    head = ["", "setting", "params", "grads", "optim", "acts", "other", "peak", "at", "host", "sent", "across"]
+    head = ["", "setting", "params", "grads", "optim", "acts", "other", "peak", "at", "host", "disk", "sent", "across"]
     unit = _unit(forecast)
     rows = [_row(one, memory, _UNITS[unit]) for one in forecast.settings]
     if memory is not None:
         head.append("fits")
+    if not any(sum(one.disk.values()) for one in forecast.settings):
+        place = head.index("disk")
+        head, rows = _without(place, head), [_without(place, row) for row in rows]
     lines = aligned([head, *rows], left=(0, 1, head.index("at")))
     title = (
         f"{unit} per rank at the peak of a step, on {forecast.world_size} rank(s), precision {forecast.precision}; sent"
@@ -42,9 +47,13 @@ def _row(one: SettingForecast, memory: int | None, unit: int) -> list[str]:
     other = sum(parts.get(kind, 0) for kind in ("gathered", "workspace", "buffers"))
     sizes = [_size(nbytes, unit) for nbytes in (*engine, parts.get("activations", 0), other, one.peak_bytes)]
     row = [">" if one.is_own else "", str(one.setting), *sizes, f"{one.phase} {one.module}".strip()]
-    row += [_size(sum(one.host.values()), unit), _size(one.sent_bytes, unit)]
+    row += [_size(nbytes, unit) for nbytes in (sum(one.host.values()), sum(one.disk.values()), one.sent_bytes)]
     row.append("-" if one.sent_across_nodes is None else _size(one.sent_across_nodes, unit))
     return row if memory is None else [*row, "yes" if one.peak_bytes <= memory else "no"]
+
+
+def _without(place: int, row: list[str]) -> list[str]:
+    return [*row[:place], *row[place + 1 :]]
 
 
 def _unit(forecast: MemoryForecast) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -42,9 +43,9 @@ class Setting:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Work that a setting adds: recomputation is less than steps on the CPU; then communication."""
-        added = 2 * (self.offload is not None) + (self.activation_checkpointing is not None)
-        return added, self.sharding.stage
+        """Work that a setting adds: recomputation, steps on the CPU and disks, each more than the last; messages."""
+        offloads = 0 if self.offload is None else 2 if not self.offload.uses_disks else 4
+        return offloads + (self.activation_checkpointing is not None), self.sharding.stage
 
     def __str__(self) -> str:
         """Return the options in words."""
@@ -61,6 +62,8 @@ def plain(option: Any) -> Any:
         return [plain(one) for one in option]
     if isinstance(option, type):
         return option.__name__
+    if isinstance(option, Path):
+        return str(option)
     if not is_dataclass(option):
         return option
     values = {one.name: getattr(option, one.name) for one in fields(option)}
@@ -85,8 +88,9 @@ class SettingForecast:
         is_own: Whether it is that of the strategy as it was given.
         device: Bytes that stay on the device through a step, by kind: ``parameters``, ``gradients``, ``optimizer``
             (masters and states), ``buffers`` (of modules).
-        host: Of these kinds in host memory.
-        disk: Of these kinds on disks; settings with disks are not forecast.
+        host: Of these kinds in host memory; also ``windows``, through which those on disks are read and written: that
+            many at most.
+        disk: Of these kinds on disks.
         peak_bytes: Most bytes on the device at once.
         at_peak: Bytes at that moment, by kind; also ``gathered`` (whole parameters), ``activations``, and ``workspace``
             if it is in the optimizer's step.
@@ -139,7 +143,7 @@ class MemoryForecast:
         """Return the fastest setting whose peak fits; None if none does.
 
         Settings are not timed. Of two that fit, the one comes first that computes nothing again and offloads nothing;
-        recomputation comes before offloading, and a lower stage before a higher one.
+        recomputation comes before offloading, host memory before disks, and a lower stage before a higher one.
 
         Args:
             memory: Bytes of the device.

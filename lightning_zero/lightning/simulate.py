@@ -259,6 +259,9 @@ class _Counter(DryRun):  # type: ignore[no-untyped-call]
             itemsize = grad.itemsize + 2 * sum(state.itemsize for state in states)
             self.clock.move((window.stop - window.start) * itemsize, on_host=self._is_apart)
 
+    def _transfer(self, nbytes: int) -> Callable[[], None]:
+        return self.clock.transfer(nbytes) if self.is_on else super()._transfer(nbytes)
+
     def enter_phase(self, name: str) -> None:
         """Name the calls that follow."""
         self._phase = name

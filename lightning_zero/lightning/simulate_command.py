@@ -31,6 +31,7 @@ def simulate(
     link: float | None = None,
     network: float | None = None,
     host: float | None = None,
+    disk: float | None = None,
     latency_us: float | None = None,
     launch_us: float | None = None,
     calls: bool = True,
@@ -58,6 +59,7 @@ def simulate(
         link: GB per second that a rank sends within its node.
         network: GB per second that a rank sends to other nodes.
         host: GB per second of host memory and of copies to the device.
+        disk: GB per second that a rank reads from and writes to its disks.
         latency_us: Microseconds of a collective beside its bytes.
         launch_us: Microseconds that any operation takes at least.
         calls: List the calls.
@@ -71,6 +73,7 @@ def simulate(
         "link": link,
         "network": network,
         "host": host,
+        "disk": disk,
         "latency_us": latency_us,
         "launch_us": launch_us,
     }

@@ -237,6 +237,13 @@ class DiskStore(Accounts):
         with self._lock:
             return sum(entry.held_bytes for entry in self._entries if entry.has_values)
 
+    @property
+    def most_awake_bytes(self) -> int:
+        """Most bytes of memory that hold values at once in steps; see Note [Room]."""
+        with self._lock:
+            idle = max(self._largest_visit, _IDLE_BYTES)
+            return min(_VISITS * self._largest_visit + idle, sum(entry.held_bytes for entry in self._entries))
+
     def close(self) -> None:
         """Wait for running writes, and give memory and room back."""
         with self._use_lock, self._lock:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_zero import ActivationCheckpointing, Communication, MixedPrecision, ZeroEngine, ZeroStrategy
-from lightning_zero.forecast.live_bytes import LiveBytes
+from lightning_zero import ActivationCheckpointing, Communication, MixedPrecision, Offload, ZeroEngine, ZeroStrategy
+from lightning_zero.forecast.live_bytes import LiveBytes, replaced
 from lightning_zero.forecast.rehearsal import host_apart
 from lightning_zero.forecast.settings import SettingForecast
 from lightning_zero.lightning.estimate import estimate_memory
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from lightning_zero.storage.disk import DiskStore
 from tests import worlds
 from tests.contracts.test_memory_formula import _live_bytes
 from tests.lightning_programs import trainer
@@ -117,6 +119,15 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
 }
 
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "disk": {"optimizer": "nvme"},
+    "half-disk": {"optimizer": "nvme", "fraction": 0.5},
+    "all-disk": {"optimizer": "nvme", "params": "nvme"},
+    "params-disk": {"params": "nvme"},
+    "host-and-disk": {"optimizer": "nvme", "params": "cpu"},
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -138,6 +149,12 @@ class Case:
     def policy(self) -> ActivationCheckpointing | None:
         return None if self.checkpointing is None else ActivationCheckpointing(policy=self.checkpointing)  # type: ignore[arg-type]
 
+    def offload_to(self, path: Path) -> Offload | None:
+        if self.offload is None:
+            return None
+        options = OFFLOADS[self.offload]
+        return Offload(**options, path=path if "nvme" in options.values() else None)
+
 
 def _away(engine: ZeroEngine) -> Callable[[], tuple[int, ...]]:
     """Return a function of the bytes in host memory, which a CPU has in the same memory as its own."""
@@ -147,13 +164,13 @@ def _away(engine: ZeroEngine) -> Callable[[], tuple[int, ...]]:
     return lambda: (states + sum(map(host.live, kinds)),)
 
 
-def _run(rank: int, world: int, case: Case) -> dict[str, int]:
+def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
     """Train two steps as a loop does; return the bytes at the end of the second backward and at its highest."""
     make, batch = MODELS[case.model]
     gc.collect()
     before = _live_bytes()
     counter = LiveBytes()
-    with host_apart(counter), counter:
+    with _most_awake() as awake, host_apart(counter), counter:
         module = make().train()
         if case.precision == "bf16-true":
             module.to(torch.bfloat16)
@@ -163,7 +180,7 @@ def _run(rank: int, world: int, case: Case) -> dict[str, int]:
         checkpoint_activations(module, case.policy, None)
         engine = ZeroEngine(
             case.stage,
-            offload=case.offload,
+            offload=case.offload_to(path),
             precision=MixedPrecision(compute_dtype=torch.bfloat16 if case.precision == "bf16-mixed" else None),
         )
         engine.shard(module)
@@ -192,13 +209,36 @@ def _run(rank: int, world: int, case: Case) -> dict[str, int]:
     buffers = sum(one.nbytes for one in module.buffers())
     kept = sum(stats.memory[kind] for kind in ("parameters", "gradients", "optimizer")) + buffers
     away = sum(stats.host.values())
-    return {"peak": peak, "persistent": kept, "host": away, "alive": alive - inputs.nbytes}
+    return {
+        "peak": peak,
+        "persistent": kept,
+        "host": away,
+        "disk": sum(stats.disk.values()),
+        "awake": awake[0],
+        "alive": alive - inputs.nbytes,
+    }
 
 
-def _forecast(case: Case, **options: Any) -> SettingForecast:
+@contextmanager
+def _most_awake() -> Iterator[list[int]]:
+    """Yield a list whose value is the most bytes in memory so far of tensors on disks."""
+    most, begin = [0], DiskStore.begin_hold
+
+    def begin_hold(store: DiskStore, *args: Any, **options: Any) -> None:
+        begin(store, *args, **options)
+        most[0] = max(most[0], store.awake_bytes)
+
+    with replaced(DiskStore, "begin_hold", begin_hold):
+        yield most
+
+
+def _forecast(case: Case, path: Path, **options: Any) -> SettingForecast:
     make, batch = MODELS[case.model]
     strategy = ZeroStrategy(
-        stage=case.stage, offload=case.offload, activation_checkpointing=case.policy, communication=Communication()
+        stage=case.stage,
+        offload=case.offload_to(path),
+        activation_checkpointing=case.policy,
+        communication=Communication(),
     )
     found = estimate_memory(
         make,
@@ -214,13 +254,20 @@ def _forecast(case: Case, **options: Any) -> SettingForecast:
     return found.own
 
 
-def _compare(case: Case) -> None:
-    forecast = _forecast(case)
-    for run in worlds.run(_run, case.world, case):
+def _compare(case: Case, path: Path) -> None:
+    forecast = _forecast(case, path / "forecast")
+    host = dict(forecast.host)
+    windows = host.pop("windows")
+    assert not (path / "forecast").exists()
+    for run in worlds.run(_run, case.world, case, path):
         assert abs(forecast.peak_bytes - run["peak"]) <= PEAK * run["peak"], (forecast, run)
-        for mine, found in ((forecast.persistent_bytes, "persistent"), (sum(forecast.host.values()), "host")):
+        places = {"persistent": forecast.device, "host": host, "disk": forecast.disk}
+        for found, mine in ((name, sum(held.values())) for name, held in places.items()):
             assert abs(mine - run[found]) <= PERSISTENT * run[found] + SCALARS, (found, forecast, run)
-        kept = forecast.persistent_bytes + sum(forecast.host.values())
+        if run["disk"]:
+            assert 0 < run["awake"] <= windows, (forecast, run)
+            continue  # Python sees the addresses of what is on disks
+        kept = forecast.persistent_bytes + sum(host.values())
         assert abs(kept - run["alive"]) <= PERSISTENT * run["alive"] + 8 * SCALARS, (forecast, run)  # as Python sees it
 
 
@@ -233,6 +280,11 @@ def _matrix() -> Iterator[Case]:
         yield Case(model, stage, 2, None, "full", precision)
     for optimizer, offload in itertools.product(("adam", "sgd"), (None, "cpu")):
         yield Case("gpt", 2, 2, offload, None, "32-true", optimizer)
+    for model, stage, world, offload in itertools.product(MODELS, (0, 1, 2, 3), (1, 2), ("disk", "half-disk")):
+        yield Case(model, stage, world, offload)
+    on_disks = ("all-disk", "params-disk", "host-and-disk")
+    for model, offload, world in itertools.product(("gpt", "conv"), on_disks, (1, 2)):
+        yield Case(model, 3, world, offload, "full", "bf16-mixed")
     yield Case("gpt", 3, 2, None, "selective")
     yield Case("llama", 3, 4)
 
@@ -243,12 +295,14 @@ QUICK = [
     Case("llama", 3, 2, None, "full", "bf16-mixed"),
     Case("conv", 2, 2, "cpu"),
     Case("conv", 0, 1),
+    Case("gpt", 2, 2, "disk"),
+    Case("conv", 3, 2, "all-disk", "full", "bf16-mixed"),
 ]
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_forecasts_are_those_of_a_run(case: Case) -> None:
-    _compare(case)
+def test_forecasts_are_those_of_a_run(case: Case, tmp_path: Path) -> None:
+    _compare(case, tmp_path)
 
 
 # -- Lightning ---------------------------------------------------------------------------------------------------------
@@ -328,8 +382,8 @@ def test_forecasts_are_those_of_a_fit(options: dict[str, Any], more: dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in _matrix() if case not in QUICK], ids=str)
-def test_forecasts_are_those_of_a_run_in_every_setting(case: Case) -> None:
-    _compare(case)
+def test_forecasts_are_those_of_a_run_in_every_setting(case: Case, tmp_path: Path) -> None:
+    _compare(case, tmp_path)
 
 
 # -- A large model -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +117,7 @@ def _compare(case: Case) -> None:
         assert _simulated(rank, case) == calls
 
 
+DISKS = {"optimizer": "nvme", "path": tempfile.gettempdir()}
 SCOPES = {"params": "node", "grads": "node", "optim": "world"}
 QUICK = [
     Case("gpt", {"stage": 3, "activation_checkpointing": True}, {"gradient_clip_val": 1.0}),
@@ -127,6 +129,8 @@ CASES = [
     *[Case("gpt", {"stage": stage, "offload": "cpu"}, {"gradient_clip_val": 1.0}) for stage in (1, 2, 3)],
     *[Case("llama", {"stage": stage}, {"precision": "bf16-mixed"}) for stage in (0, 2, 3)],
     Case("conv", {"stage": 2}, {"precision": "bf16-true"}),
+    *[Case("gpt", {"stage": stage, "offload": DISKS}, {"gradient_clip_val": 1.0}) for stage in (1, 2, 3)],
+    Case("gpt", {"stage": 3, "offload": {**DISKS, "params": "nvme"}}, {"precision": "bf16-mixed"}),
     Case("gpt", {"stage": 2, "step": "backward"}),
     Case("gpt", {"stage": 3, "moments": "int8"}),
     Case("gpt", {"stage": SCOPES}, {"gradient_clip_val": 1.0}, node=2),

@@ -53,6 +53,20 @@ def test_parts_of_an_operation_take_their_bytes_alone() -> None:
     assert clock.now_s == pytest.approx(3e-3)
 
 
+def test_disks_transfer_one_after_the_other_beside_operations() -> None:
+    clock = _clock(MachineRates(memory=1.0, disk=2.0))
+    clock.transfer(10**9)
+    wait = clock.transfer(10**9)
+    _move(clock, 0.25)
+    assert clock.now_s == pytest.approx(0.25)
+    wait()
+    wait()
+    assert clock.now_s == clock.phases_s["forward"] == pytest.approx(1.0)
+    clock.restart()
+    clock.transfer(10**9)()
+    assert clock.now_s == pytest.approx(0.5)
+
+
 def test_an_operation_takes_a_launch_at_least() -> None:
     clock = _clock(MachineRates(launch_us=5.0))
     clock.compute(_aten.neg.default, (torch.ones(1),), {}, torch.ones(1), on_host=False)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ def test_the_table_has_a_row_per_setting() -> None:
     assert [row.startswith(">") for row in rows] == [False, True, False, False, False]
     assert [row.split()[-1] for row in rows] == ["no", "no", "yes", "yes", "yes"]
     assert all("backward blocks.1" in row for row in rows)
+
+
+def test_bytes_on_disks_have_a_column_if_there_are_any() -> None:
+    rows = forecast()
+    assert " disk " not in table(rows)
+    one = replace(rows.settings[0], disk={"optimizer": 3 * 2**20})
+    found = [line.split() for line in table(replace(rows, settings=[one, *rows.settings[1:]])).splitlines()[1:]]
+    place = found[0].index("disk") - len(found[0])
+    assert [row[place] for row in found[1:]] == ["3.00", "0.00", "0.00", "0.00", "0.00"]
 
 
 def test_json_is_in_bytes() -> None:

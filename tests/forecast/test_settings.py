@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,12 @@ def test_options_with_fields_are_dicts_of_those_that_are_set() -> None:
     assert one.options["activation_checkpointing"] == {"every": 2}
     assert Sharding.of(one.options["stage"]) == one.sharding
     assert str(one) == "stage params=node grads=node, offload fraction=0.5, checkpointing every=2"
+
+
+def test_disks_are_the_last_resort() -> None:
+    disks = Setting(sharding=Sharding.of(0), offload=Offload(optimizer="nvme", path=Path("a")))
+    assert disks.options["offload"] == {"optimizer": "nvme", "path": "a"}
+    assert setting(3, offload=True, checkpointing=True).cost < disks.cost
 
 
 def test_the_own_setting_is_found() -> None:

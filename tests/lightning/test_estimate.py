@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -99,6 +100,23 @@ def test_an_own_setting_that_is_no_row_is_another_one() -> None:
     assert found.own.host["parameters"] > 0
 
 
+def test_disks_are_pretended(tmp_path: Path) -> None:
+    folder = tmp_path / "disks"
+    offload = Offload(optimizer="nvme", params="nvme", path=[folder / "a", folder / "b"])
+    found = estimate_memory(
+        Program(), ZeroStrategy(stage=3, offload=offload), world_size=2, batch=BATCH, optimizer=torch.optim.AdamW
+    )
+    assert not folder.exists()
+    own, kept = found.own, next(one for one in found.settings if str(one.setting) == "stage 3")
+    assert own.device["parameters"] == own.device["optimizer"] == 0
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert 0 <= kept.device[kind] - own.disk[kind] < 64 < own.disk[kind]  # counters stay in memory
+    assert 0 < own.host["windows"] <= sum(own.disk.values()) + 3 * 5 * 4096  # whole pages
+    assert found.fastest(own.peak_bytes) == own
+    args = yaml.safe_load(found.yaml(own))["trainer"]["strategy"]["init_args"]
+    assert ZeroStrategy(**args).offload == Offload(optimizer="nvme", params="nvme", path=[f"{folder}/a", f"{folder}/b"])
+
+
 def test_settings_of_a_step_in_the_backward_leave_out_stage_0() -> None:
     strategy = ZeroStrategy(stage=3, step="backward")
     found = estimate_memory(Program(), strategy, world_size=2, batch=BATCH)
@@ -186,7 +204,6 @@ def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
             ZeroStrategy.from_deepspeed({"bf16": {"enabled": True}}),
             "`ZeroStrategy.from_deepspeed`, whose precision and",
         ),
-        (ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp")), "`offload` to disks is not forecast"),
         (ZeroStrategy(offload=Offload(fraction="auto")), r"`Offload\(fraction='auto'\)` is not forecast"),
         (
             ZeroStrategy(activation_checkpointing=ActivationCheckpointing(policy="offload")),

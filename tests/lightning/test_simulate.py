@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -125,6 +126,19 @@ def test_offloaded_states_are_not_on_the_device_and_take_time() -> None:
     assert away.at_peak["optimizer"] == 0 < kept.at_peak["optimizer"]
     step = 28 * WEIGHTS / 4 / 4 / 0.01e9  # a gradient, and 3 values that are read and written, of a quarter
     assert away.seconds - kept.seconds == pytest.approx(step, rel=0.1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_disks_are_pretended_and_take_time(stage: Literal[2, 3], tmp_path: Path) -> None:
+    folder = tmp_path / "disks"
+    away = ZeroStrategy(stage=stage, offload=Offload(optimizer="nvme", path=folder))
+    slow = _simulate(optimizer=torch.optim.AdamW, strategy=away, rates=MachineRates(disk=0.001))
+    fast = _simulate(optimizer=torch.optim.AdamW, strategy=away, rates=MachineRates(disk=1000.0))
+    assert not folder.exists()
+    assert slow.at_peak["optimizer"] == 0
+    step = 28 * WEIGHTS / 4 / 4  # the bytes of a gradient that comes and goes, and of states, which do too
+    assert slow.seconds - fast.seconds == pytest.approx(step / 0.001e9, rel=0.3)
+    assert slow.seconds == pytest.approx(sum(slow.phases.values()) + slow.exposed_s)
 
 
 class Manual(Program):
@@ -261,7 +275,6 @@ class Stops(Program):
         (nn.Identity, {}, "A simulation trains a `LightningModule`, and `Identity` is none"),
         (Program, {"precision": "16-mixed"}, "`precision='16-mixed'` is not forecast yet"),
         (Program, {"strategy": ZeroStrategy(pipeline=2)}, "`pipeline` is not simulated yet"),
-        (Program, {"strategy": ZeroStrategy(offload=Offload(optimizer="nvme", path="x"))}, "`offload` to disks"),
         (Stops, {}, "`Stops` does not step in every 1 batch"),
         (Accumulates, {}, "`Accumulates` does not step in every 1 batch"),
         (Lbfgs, {"strategy": ZeroStrategy(stage=0)}, "`LBFGS`, whose step needs a closure, is not simulated yet"),

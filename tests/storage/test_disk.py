@@ -345,3 +345,20 @@ def test_after_close_the_values_are_gone_with_an_error(tmp_path: Path) -> None:
     assert not is_in_memory(face)
     with pytest.raises(RuntimeError, match="were on a disk and are gone"):
         face.sum()
+
+
+def test_no_more_than_some_visits_and_idle_tensors_are_awake(store: DiskStore) -> None:
+    numel = 2**20  # of 4 MiB
+    faces = [store.keep("optimizer", torch.ones(numel), "state") for _ in range(6)]
+    store.drain()
+    visits = [Visit(store, changed=[face]) for face in faces[:3]]
+    for face in faces[3:]:
+        face.sum()
+    for visit in visits:
+        visit.begin()
+    assert store.awake_bytes == store.most_awake_bytes == 4 * 4 * numel
+    for visit in visits:
+        visit.ready()
+        visit.end(changes=False)
+    store.drain()
+    assert DiskStore(store.disks).most_awake_bytes == 0
