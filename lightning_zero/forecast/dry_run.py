@@ -6,7 +6,8 @@ Note [How]
     memory that is never written. The system gives a page of memory when it is first touched, so a model of any size
     takes address space alone. Small tensors (``_SMALL`` elements; more of integers and bools, such as positions and
     masks) have their values, which decide how a program goes on. Small results of large tensors are zeros, and so is
-    everything that is read of them: what memory held before decides nothing.
+    everything that is read of them: what memory held before decides nothing. Gradients of a scaled
+    loss count as finite.
 
 Note [What is run nevertheless]
     Views, which move no memory. Operations of which fake tensors do not know the result, because it depends on values
@@ -29,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_zero.engine.optim.whole_gradients import WholeGradients
 from lightning_zero.engine.units import placement
 from lightning_zero.forecast.live_bytes import LiveBytes, OperationKind, kind_of, replaced
 from lightning_zero.forecast.pretended_disks import PretendedDisks
@@ -75,6 +77,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
         self._context.enter_context(replaced(torch.utils.deterministic, "fill_uninitialized_memory", False))
         self._context.enter_context(replaced(chunks, "_step_window", self._step_window))
         self._context.enter_context(replaced(placement, "NvmeStore", partial(PretendedDisks, transfer=self._transfer)))
+        self._context.enter_context(replaced(WholeGradients, "_multiply", _multiply_finite))
         # Compiled code would be given up for good under a mode of ours.
         self._context.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
@@ -209,6 +212,12 @@ class _Kept(NamedTuple):
         if self.device.type == "cpu":
             blank.add(tensor.untyped_storage()._cdata)
         return tensor
+
+
+def _multiply_finite(gradients: WholeGradients, *args: Any, _multiply: Any = WholeGradients._multiply) -> bool:
+    """Multiply gradients, which are finite."""
+    _multiply(gradients, *args)
+    return True
 
 
 def _is_small(numel: int, dtype: torch.dtype) -> bool:

@@ -26,8 +26,18 @@ from lightning_zero.forecast.live_bytes import LiveBytes, Moment, replaced
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from lightning_zero.storage.store import Kind
 
-__all__ = ["Rehearsed", "Trainee", "count_states", "host_apart", "kinds_at", "pretended_world", "rehearse"]
+__all__ = [
+    "LOSS_SCALE",
+    "Rehearsed",
+    "Trainee",
+    "count_states",
+    "host_apart",
+    "kinds_at",
+    "pretended_world",
+    "rehearse",
+]
 
+LOSS_SCALE = 2.0  # with which values that are computed do not overflow
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -40,6 +50,7 @@ class Trainee:
         optimizers: Makes its optimizers.
         loss: Computes the loss of a batch.
         context: Makes the context of a forward, such as autocast.
+        is_scaled: Whether the loss is scaled, and gradients are divided by the scale.
         clips: Whether gradients are clipped by their norm.
         microbatches: Micro-batches per step.
     """
@@ -48,6 +59,7 @@ class Trainee:
     optimizers: Callable[[], list[Optimizer]]
     loss: Callable[[], Tensor]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    is_scaled: bool = False
     clips: bool = False
     microbatches: int = 1
 
@@ -191,6 +203,8 @@ class _Steps:
         stats = self._engine.stats()
         with self._counter.phase("step"):
             for optimizer in self._optimizers:
+                if self._trainee.is_scaled:
+                    self._engine.internals.steps.unscale(optimizer, LOSS_SCALE)
                 if self._trainee.clips:
                     self._engine.clip_grad_norm(optimizer, 1.0)
                 optimizer.step()
@@ -202,7 +216,15 @@ class _Steps:
         if is_first:
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
-        with self._counter.phase("backward"), self._engine.backward_scope():
+        with self._counter.phase("backward"):
+            if self._trainee.is_scaled:
+                with self._engine.internals.steps.scaled(LOSS_SCALE):
+                    self._backward(loss * LOSS_SCALE)
+            else:
+                self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
+        with self._engine.backward_scope():
             loss.backward()  # type: ignore[no-untyped-call]
 
 

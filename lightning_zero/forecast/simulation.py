@@ -50,8 +50,8 @@ class Simulation:
         phase: The part of the step at that moment.
         module: The innermost module that ran then, or whose backward did.
         seconds: Modelled time of the step.
-        phases: Modelled time of its parts, without waits for other ranks: ``"forward"``, ``"backward"``, ``"step"``, and
-            ``""`` between.
+        phases: Modelled time of its parts without waits for other ranks: ``"forward"``, ``"backward"``, ``"step"``,
+            and ``""`` between.
         flops: Operations of matrix products, convolutions and attention, recomputation included.
     """
 

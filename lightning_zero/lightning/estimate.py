@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -23,6 +24,7 @@ from lightning_zero.engine.optim.methods import needs_closure
 from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.rehearsal import Rehearsed, Trainee, pretended_world, rehearse
 from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast, plain
+from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.precision import (
     ZeroHalfPrecision,
     ZeroMixedPrecision,
@@ -39,8 +41,10 @@ from lightning_zero.trees import tree_map_only
 
 __all__ = [
     "Optimizers",
+    "accumulation_of",
     "copied_module",
     "estimate_memory",
+    "new_precision",
     "on_cpu",
     "precision_of",
     "refuse_unforecast",
@@ -51,6 +55,8 @@ _PRECISIONS: dict[str, Callable[[], ZeroStep]] = {
     "32-true": ZeroPrecision,
     "bf16-mixed": partial(ZeroMixedPrecision, "bf16-mixed", "cpu"),
     "bf16-true": partial(ZeroHalfPrecision, "bf16-true"),
+    "16-mixed": partial(ZeroMixedPrecision, "16-mixed", "cpu"),
+    "16-true": partial(ZeroHalfPrecision, "16-true"),
 }
 _SHARED = (
     "units",
@@ -97,7 +103,8 @@ def estimate_memory(
         optimizer: Makes the optimizer from parameters; by default the module's ``configure_optimizers``, or AdamW.
         loss: Computes the loss of a module and a batch; by default ``training_step``, or the module's output if it is a
             scalar or has a ``loss``.
-        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as in the Trainer; by default the strategy's.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"16-true"``, as in the Trainer;
+            by default the strategy's.
         accelerator: ``"gpu"``, or ``"cpu"``, on which reductions take more memory.
         ranks_per_node: Ranks of a node, for ``Sharding(grads="node")``.
         accumulate_grad_batches: As in the Trainer.
@@ -110,17 +117,20 @@ def estimate_memory(
         RuntimeError: There is a process group in this process.
     """
     strategy = strategy or ZeroStrategy()
-    name = precision_of(precision, strategy)
     refuse_unforecast(strategy, world_size=world_size, accelerator=accelerator)
-    plugin = _PRECISIONS[name]()
+    name = precision_of(precision, strategy, accelerator)
+    plugin = new_precision(name)
+    imported = strategy.imported
+    accumulate_grad_batches = accumulation_of(accumulate_grad_batches, strategy, world_size)
     model = _Model(
         module=module,
         batch=batch,
         optimizer=optimizer,
         loss=loss,
+        imported=imported,
         plugin=plugin,
         microbatches=min(accumulate_grad_batches, 2),  # the second one finds gradients of the one before, as all others
-        clips=clips,
+        clips=clips or (imported is not None and bool(imported.plan.clipping)),
     )
     engines = _Engines(strategy, plugin, accelerator, ranks_per_node)
     own = _own(strategy)
@@ -192,17 +202,47 @@ def _quiet() -> Iterator[None]:
 # -- Options -----------------------------------------------------------------------------------------------------------
 
 
-def precision_of(given: str | None, strategy: ZeroStrategy) -> str:
-    """Return the name of a precision, by default the strategy's.
+def precision_of(given: str | None, strategy: ZeroStrategy, accelerator: str) -> str:
+    """Return the name of the precision that a Trainer would have, by default the strategy's.
 
     Raises:
-        ValueError: It is not forecast.
+        ValueError: It is not forecast, or a configuration of DeepSpeed says another one.
     """
     name = str(given or strategy.precision_plugin.precision)
-    name = {"32": "32-true", "bf16": "bf16-mixed"}.get(name, name)
+    name = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(name, name)
     if name not in _PRECISIONS:
         raise ValueError(f"`precision={name!r}` is not forecast yet. Use {', '.join(map(repr, _PRECISIONS))}.")
+    on_cpu = accelerator == "cpu"
+    if name == "16-mixed" and on_cpu:
+        name = "bf16-mixed"  # as in Lightning
+    if strategy.imported is not None:
+        imported = copy.deepcopy(strategy.imported)  # takes notes for its table
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            name = str(imported.precision(new_precision(name), on_cpu=on_cpu).precision)
     return name
+
+
+def new_precision(name: str) -> ZeroStep:
+    """Return a new plugin, which computes on a CPU."""
+    return _PRECISIONS[name]()
+
+
+def accumulation_of(given: int, strategy: ZeroStrategy, world_size: int) -> int:
+    """Return the number of micro-batches of a step: those of a configuration of DeepSpeed, if it says it.
+
+    Raises:
+        ValueError: Another number is given.
+    """
+    wanted = None if strategy.imported is None else strategy.imported.plan.batch.accumulation_on(world_size)
+    if wanted is None or wanted == given:
+        return given
+    if given != 1:
+        raise ValueError(
+            f"The configuration of DeepSpeed accumulates {wanted} batches, and `accumulate_grad_batches={given}`"
+            f' differs. Leave it out, or say "auto" for `gradient_accumulation_steps` and `train_batch_size`.'
+        )
+    return wanted
 
 
 def refuse_unforecast(
@@ -222,8 +262,6 @@ def refuse_unforecast(
         "`Offload(fraction='auto')`": offload is not None and offload.fraction == "auto",
         "`Offload(step_device='cuda')`": offload is not None and offload.step_device == "cuda",
         f"`ActivationCheckpointing(policy={policy!r})`": policy not in ("full", "selective"),
-        "`ZeroStrategy.from_deepspeed`, whose precision and accumulation a Trainer takes,": strategy.imported
-        is not None,
     }
     for option, is_used in refused.items():
         if is_used:
@@ -319,6 +357,7 @@ class _Model:
     batch: Any
     optimizer: Optimizers | None
     loss: Callable[[nn.Module, Any], Tensor] | None
+    imported: ImportedConfig | None
     plugin: ZeroStep
     microbatches: int
     clips: bool
@@ -352,9 +391,10 @@ class _Model:
         batch = self.plugin.convert_input(tree_map_only(Tensor, on_cpu, batch))
         return Trainee(
             module=module,
-            optimizers=partial(_optimizers, module, self.optimizer),
+            optimizers=partial(_optimizers, module, self.optimizer, self.imported),
             loss=partial(self.loss or _loss, module, batch),
             context=self.plugin.train_step_context,
+            is_scaled=self.plugin.scaler is not None,
             clips=self.clips,
             microbatches=self.microbatches,
         )
@@ -387,13 +427,13 @@ def on_cpu(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.to("cpu", copy=True)
 
 
-def _optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimizer]:
+def _optimizers(module: nn.Module, make: Optimizers | None, imported: ImportedConfig | None) -> list[Optimizer]:
     """Return the optimizers of a module.
 
     Raises:
         ValueError: ``configure_optimizers`` needs a Trainer, or makes none.
     """
-    found = _made_optimizers(module, make)
+    found = _made_optimizers(module, make, imported)
     if not found:
         raise ValueError(
             "`configure_optimizers` makes no optimizer. Add a section `optimizer` to the configuration, or give"
@@ -405,11 +445,13 @@ def _optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimizer]:
     return found
 
 
-def _made_optimizers(module: nn.Module, make: Optimizers | None) -> list[Optimizer]:
+def _made_optimizers(module: nn.Module, make: Optimizers | None, imported: ImportedConfig | None) -> list[Optimizer]:
     if make is not None:
         return [make(module.parameters())]
     if not isinstance(module, pl.LightningModule):
         return [torch.optim.AdamW(module.parameters(), lr=1e-3)]
+    if imported is not None and imported.makes_optimizer_of(module):
+        return [imported.optimizer_for(module)]
     return _found_optimizers(_called(module, "configure_optimizers"))
 
 

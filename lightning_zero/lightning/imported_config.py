@@ -86,9 +86,13 @@ class ImportedConfig:
 
     # -- Optimizer and schedule ------------------------------------------------------------------------------------
 
+    def makes_optimizer_of(self, module: pl.LightningModule) -> bool:
+        """Say whether the configuration has an optimizer and the module makes none."""
+        return self.plan.optimizer is not None and not is_overridden("configure_optimizers", module)
+
     def offer_optimizer(self, module: pl.LightningModule) -> None:
         """Give a module that makes no optimizer the configuration's."""
-        if self.plan.optimizer is not None and not is_overridden("configure_optimizers", module):
+        if self.makes_optimizer_of(module):
             vars(module)["configure_optimizers"] = MethodType(_configure_optimizers, module)
 
     def withdraw_optimizer(self, module: pl.LightningModule | None) -> None:

@@ -34,16 +34,19 @@ from lightning_zero.engine.optim.methods import needs_closure
 from lightning_zero.forecast.clock import Clock, MachineRates
 from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.live_bytes import Moment
-from lightning_zero.forecast.rehearsal import count_states, host_apart, kinds_at, pretended_world
+from lightning_zero.forecast.rehearsal import LOSS_SCALE, count_states, host_apart, kinds_at, pretended_world
 from lightning_zero.forecast.simulation import Sample, Simulation
 from lightning_zero.lightning.estimate import (
     Optimizers,
+    accumulation_of,
     copied_module,
+    new_precision,
     on_cpu,
     precision_of,
     refuse_unforecast,
     without_meta,
 )
+from lightning_zero.lightning.precision import ZeroStep
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.trees import tree_map_only
 
@@ -96,9 +99,10 @@ def simulate_step(
         RuntimeError: There is a process group in this process.
     """
     strategy = _own_strategy(strategy)
-    name = precision_of(precision, strategy)
     refuse_unforecast(strategy, world_size=world_size, accelerator=accelerator, verb="simulated", noun="simulation")
     _check(rank, world_size, accumulate_grad_batches, rates)
+    name = precision_of(precision, strategy, accelerator)
+    accumulate_grad_batches = accumulation_of(accumulate_grad_batches, strategy, world_size)
     node = _node(world_size, ranks_per_node)
     strategy.communication = replace(strategy.communication, backend="gloo" if accelerator == "cpu" else "nccl")
     counter = _Counter(rates or MachineRates(), node)
@@ -112,8 +116,7 @@ def simulate_step(
                 devices=node,
                 num_nodes=world_size // node,
                 strategy=strategy,
-                plugins=[_Environment(rank, world_size, node)],
-                precision=name,  # type: ignore[arg-type]
+                plugins=[_Environment(rank, world_size, node), new_precision(name)],
                 accumulate_grad_batches=accumulate_grad_batches,
                 gradient_clip_val=gradient_clip_val,
                 gradient_clip_algorithm=gradient_clip_algorithm,
@@ -301,6 +304,9 @@ class _LastStep(Callback):
             if needs_closure(optimizer):
                 raise ValueError(f"`{type(optimizer).__name__}`, whose step needs a closure, is not simulated yet.")
         trainer.strategy.lr_scheduler_configs = []  # they may wait for values that are not logged
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, ZeroStep) and plugin.scaler is not None:
+            plugin.scaler.scale = LOSS_SCALE
         self._counter.name_modules(pl_module)
         _engine(trainer).internals.steps.make_in_this_thread(self._counter.apart)
 

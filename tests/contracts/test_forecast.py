@@ -33,6 +33,8 @@ from tests.contracts.test_memory_formula import _live_bytes
 from tests.lightning_programs import trainer
 
 PEAK, PERSISTENT = 0.05, 0.005
+TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 SCALARS = 1024  # bytes: counters of optimizers
 
 
@@ -172,16 +174,15 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
     counter = LiveBytes()
     with _most_awake() as awake, host_apart(counter), counter:
         module = make().train()
-        if case.precision == "bf16-true":
-            module.to(torch.bfloat16)
         inputs = batch().clone()
-        if case.precision == "bf16-true" and inputs.is_floating_point():
-            inputs = inputs.bfloat16()
+        if case.precision in TRUE:
+            module.to(TRUE[case.precision])
+            inputs = inputs.to(TRUE[case.precision]) if inputs.is_floating_point() else inputs
         checkpoint_activations(module, case.policy, None)
         engine = ZeroEngine(
             case.stage,
             offload=case.offload_to(path),
-            precision=MixedPrecision(compute_dtype=torch.bfloat16 if case.precision == "bf16-mixed" else None),
+            precision=MixedPrecision(compute_dtype=MIXED.get(case.precision)),
         )
         engine.shard(module)
         optimizer = engine.attach(OPTIMIZERS[case.optimizer](module.parameters()))
@@ -191,16 +192,19 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
                 gc.disable()  # tensors in cycles are alive for as long as they may be
                 counter.parts, counter.num_away = _away(engine), 1
                 counter.reset_peak()
-            autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed")
+            autocast = torch.autocast("cpu", MIXED.get(case.precision), enabled=case.precision in MIXED)
+            scale = 2.0 if case.precision.startswith("16") else 1.0
             with engine.scope("training_step"), autocast:
                 loss = module(inputs)
             optimizer.zero_grad()
-            with engine.backward_scope():
-                loss.backward()
+            with engine.internals.steps.scaled(scale), engine.backward_scope():
+                (loss * scale if scale != 1.0 else loss).backward()
             stats = engine.stats()
             del loss
             gc.collect()
             alive = _live_bytes() - before
+            if scale != 1.0:
+                assert not engine.internals.steps.unscale(optimizer, scale).has_overflowed
             optimizer.step()
         gc.enable()
         peak = counter.peak.nbytes
@@ -247,7 +251,7 @@ def _forecast(case: Case, path: Path, **options: Any) -> SettingForecast:
         batch=batch(),
         optimizer=OPTIMIZERS[case.optimizer],
         precision=case.precision,
-        accelerator="cpu",
+        accelerator="gpu" if case.precision == "16-mixed" else "cpu",  # a CPU has no such autocast in Lightning
         side_by_side=False,
         **options,
     )
@@ -278,6 +282,10 @@ def _matrix() -> Iterator[Case]:
         yield Case(model, stage, world, offload, policy)
     for model, stage, precision in itertools.product(MODELS, (1, 3), ("bf16-mixed", "bf16-true")):
         yield Case(model, stage, 2, None, "full", precision)
+    for model, stage in itertools.product(("gpt", "conv"), (1, 3)):
+        yield Case(model, stage, 2, None, "full", "16-true")
+        yield Case(model, stage, 1, "cpu", None, "16-mixed")
+    yield Case("gpt", 2, 2, "disk", None, "16-true")
     for optimizer, offload in itertools.product(("adam", "sgd"), (None, "cpu")):
         yield Case("gpt", 2, 2, offload, None, "32-true", optimizer)
     for model, stage, world, offload in itertools.product(MODELS, (0, 1, 2, 3), (1, 2), ("disk", "half-disk")):

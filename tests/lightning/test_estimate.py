@@ -177,6 +177,53 @@ def test_precisions_have_their_bytes() -> None:
     assert 0.95 * half.device["optimizer"] < mixed.device["optimizer"] < half.device["optimizer"]  # of matrices
 
 
+def test_a_scaled_loss_has_the_bytes_of_its_precision() -> None:
+    for scaled, other in (("16-mixed", "bf16-mixed"), ("16-true", "bf16-true")):
+        assert _own(Program(), precision=scaled).device == _own(Program(), precision=other).device
+    assert (
+        estimate_memory(Program(), world_size=1, batch=BATCH, precision="16-mixed", accelerator="cpu").precision
+        == "bf16-mixed"
+    )  # as in Lightning
+
+
+class WithoutOptimizer(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _blocks()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+
+DEEPSPEED: dict[str, Any] = {
+    "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_accumulation_steps": 3,
+    "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1}},
+}  # fmt: skip
+
+
+def test_a_configuration_of_deepspeed_is_the_strategy_that_it_stands_for() -> None:
+    strategy = ZeroStrategy.from_deepspeed(DEEPSPEED)
+    found = estimate_memory(WithoutOptimizer(), strategy, world_size=2, batch=BATCH, side_by_side=False)
+    expected = estimate_memory(
+        WithoutOptimizer(), ZeroStrategy(strategy.sharding, communication=strategy.communication), world_size=2,
+        batch=BATCH, precision=found.precision, optimizer=torch.optim.AdamW, accumulate_grad_batches=3, clips=True,
+        side_by_side=False,
+    )  # fmt: skip
+    assert found.precision.startswith("bf16-")
+    assert found.own == expected.own
+    assert found.own.device["optimizer"] > 0
+    assert strategy.imported is not None
+    assert not strategy.imported._settled
+
+
+def test_what_differs_from_a_configuration_of_deepspeed_is_refused() -> None:
+    strategy = ZeroStrategy.from_deepspeed(DEEPSPEED)
+    with pytest.raises(ValueError, match="accumulates 3 batches, and `accumulate_grad_batches=2` differs. Leave it"):
+        _own(Program(), strategy, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match="of DeepSpeed's configuration and .*'16-true'.* differ. Use"):
+        _own(Program(), strategy, precision="16-true")
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_each_micro_batch_sends_as_much_as_the_second(stage: Literal[1, 3]) -> None:
     one, two, five = (
@@ -200,10 +247,6 @@ def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
         (ZeroStrategy(pipeline=Pipeline(stages=2)), "`pipeline` is not forecast yet"),
         (ZeroStrategy(tensor_parallel=TensorParallel(size=2)), "`tensor_parallel` is not forecast yet"),
         (ZeroStrategy(expert_parallel=2), "`expert_parallel` is not forecast yet"),
-        (
-            ZeroStrategy.from_deepspeed({"bf16": {"enabled": True}}),
-            "`ZeroStrategy.from_deepspeed`, whose precision and",
-        ),
         (ZeroStrategy(offload=Offload(fraction="auto")), r"`Offload\(fraction='auto'\)` is not forecast"),
         (
             ZeroStrategy(activation_checkpointing=ActivationCheckpointing(policy="offload")),
@@ -220,7 +263,7 @@ def test_options_that_are_not_forecast_are_refused_by_name(strategy: ZeroStrateg
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (Program(), {"precision": "16-mixed"}, "`precision='16-mixed'` is not forecast yet. Use '32-true'"),
+        (Program(), {"precision": "64-true"}, "`precision='64-true'` is not forecast yet. Use '32-true'"),
         (Program(), {"world_size": 0}, "`world_size=0` must be a number of ranks"),
         (Program(), {"accelerator": "tpu"}, "`accelerator='tpu'` is not known"),
         (Program(), {"batch": None}, "needs a batch of `Program`. Set its `example_input_array`, add `data`"),

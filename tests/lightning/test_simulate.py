@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from lightning_zero import MachineRates, Offload, Simulation, ZeroStrategy, estimate_memory, simulate_step
-from tests.lightning.test_estimate import BATCH, WIDTH, Configured, Program
+from tests.lightning.test_estimate import BATCH, DEEPSPEED, WIDTH, Configured, Program, WithoutOptimizer
 
 WEIGHTS = 3 * (WIDTH + 1) * WIDTH * 4  # bytes
 
@@ -141,6 +141,17 @@ def test_disks_are_pretended_and_take_time(stage: Literal[2, 3], tmp_path: Path)
     assert slow.seconds == pytest.approx(sum(slow.phases.values()) + slow.exposed_s)
 
 
+def test_a_configuration_of_deepspeed_is_the_strategy_that_it_stands_for() -> None:
+    config = DEEPSPEED | {"fp16": {"enabled": True}, "bf16": {"enabled": False}}
+    found = _simulate(WithoutOptimizer, ZeroStrategy.from_deepspeed(config), accelerator="gpu")
+    assert found.precision.startswith("16-")
+    strategy = ZeroStrategy(stage=2)
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "gradient_clip_val": 1.0, "optimizer": torch.optim.AdamW}
+    expected = _simulate(WithoutOptimizer, strategy, precision=found.precision, accelerator="gpu", **options)
+    assert [one.call for one in found.calls] == [one.call for one in expected.calls]
+    assert found.peak_bytes == expected.peak_bytes
+
+
 class Manual(Program):
     def __init__(self) -> None:
         super().__init__()
@@ -162,6 +173,8 @@ def test_manual_optimization_is_simulated() -> None:
         ({"stage": 3}, {}),
         ({"stage": 2}, {"accumulate_grad_batches": 2}),
         ({"stage": 1, "offload": "cpu"}, {"precision": "bf16-mixed"}),
+        ({"stage": 2}, {"precision": "16-mixed", "accelerator": "gpu"}),
+        ({"stage": 3}, {"precision": "16-true"}),
     ],
 )
 def test_the_peak_is_that_of_an_estimate(strategy: dict[str, Any], options: dict[str, Any]) -> None:
@@ -273,7 +286,7 @@ class Stops(Program):
         (Program, {"ranks_per_node": 3}, "`ranks_per_node=3` must be a number that divides `world_size=4`"),
         (Program, {"batch": None}, "A simulation needs a batch of `Program`"),
         (nn.Identity, {}, "A simulation trains a `LightningModule`, and `Identity` is none"),
-        (Program, {"precision": "16-mixed"}, "`precision='16-mixed'` is not forecast yet"),
+        (Program, {"precision": "64-true"}, "`precision='64-true'` is not forecast yet"),
         (Program, {"strategy": ZeroStrategy(pipeline=2)}, "`pipeline` is not simulated yet"),
         (Stops, {}, "`Stops` does not step in every 1 batch"),
         (Accumulates, {}, "`Accumulates` does not step in every 1 batch"),
