@@ -29,6 +29,7 @@ class GPTShape:
 SHAPES: dict[str, GPTShape] = {
     "tiny": GPTShape(width=64, depth=2, vocabulary=128),  # 0.15M, for smoke runs
     "10m": GPTShape(width=256, depth=12, vocabulary=1024),  # 10.1M
+    "40m": GPTShape(width=512, depth=12, vocabulary=2048),  # 40.1M
     "57m": GPTShape(width=640, depth=11, vocabulary=2048),  # 57.0M
     "wide": GPTShape(width=1024, depth=2, vocabulary=1024),  # 27.8M
     "268m": GPTShape(width=1024, depth=16, vocabulary=32768),  # 269M, for GPUs
