@@ -194,6 +194,21 @@ def test_experts_may_be_computed_again_with_what_runs_while_rows_travel(implemen
         assert all(same), same
 
 
+def _recomputed_of_data(rank: int, world: int) -> list[bool]:
+    """The inputs are data, so reentrant checkpoints of experts have no graph; other modules of the layer train."""
+    layer = _layer(use_residual=True)
+    divide_experts(layer, ExpertRanks())
+    layer.experts = checkpoint_wrapper(layer.experts, CheckpointImpl.REENTRANT)  # type: ignore[assignment]
+    layer(_tokens(rank, 7))[0].square().sum().backward()
+    return [param.grad is not None for name, param in layer.named_parameters() if not name.startswith("experts.")]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_shared_experts_train_beside_a_checkpoint_of_experts_on_data() -> None:
+    for have_grads in run(_recomputed_of_data, 2):
+        assert all(have_grads)
+
+
 # -- Transfers that nobody waits for -----------------------------------------------------------------------------------
 
 
