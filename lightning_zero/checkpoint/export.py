@@ -128,6 +128,8 @@ def export_average(
     target = local_path(ranks.from_first(os.fspath(path)))
     temporary = beside(target, ranks.from_first(new_token()))
     is_file = target.suffix == ".safetensors"
+    if engine is not None and engine.internals.checkpoints.are_rounded and ranks.rank == 0:
+        warnings.warn(state.ROUNDED, stacklevel=3)
     folder = temporary.parent if is_file else temporary
     what = f"Exporting `{target}`"
     if engine is not None:

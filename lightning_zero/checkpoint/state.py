@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
 __all__ = [
+    "ROUNDED",
     "copy_ranges",
     "identities",
     "load_average",
@@ -41,6 +42,11 @@ __all__ = [
     "optimizer_state",
     "whole_model_state",
 ]
+
+ROUNDED = (
+    "The parameters are those of a checkpoint, rounded to 16 bits, because it was loaded to evaluate an offloaded"
+    " module, which has no fp32 masters. To keep its values pass the checkpoint to `fit` as `ckpt_path`, or copy it."
+)
 
 
 # -- The model ---------------------------------------------------------------------------------------------------------
@@ -103,6 +109,8 @@ def _load_model(
     with stand_ins(module, wanted):
         module.load_state_dict(state_dict, strict=strict)
     sources = [(record, wanted[id(record.parameter)].sources) for record in records]
+    rounded = [found for record, found in sources if found and record.rounds(found[-1].dtype)]
+    engine.internals.checkpoints.are_rounded = bool(rounded)
     copy_ranges([(record.name, found[-1], _master_segment(record)) for record, found in sources if found])
     return [record for record, found in sources if found]
 

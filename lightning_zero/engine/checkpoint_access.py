@@ -33,6 +33,7 @@ class CheckpointAccess:
         # Gives this rank the module buffers of the other parts of a model that is cut. Collective: all ranks.
         self.gather_module_buffers: Callable[[], None] = _gather_nothing
         self.optimizers_follow = True  # behind a load; a module that is only evaluated needs no masters
+        self.are_rounded = False  # the values of the last load, because it found no masters to keep them in
 
     @property
     def world_communicator(self) -> Communicator:

@@ -139,6 +139,8 @@ class CheckpointHooks(ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self._have_met = False
+        if self._engine.internals.checkpoints.are_rounded:
+            rank_zero_warn(state.ROUNDED)
         filepath = Ranks(self._engine).from_first(filepath)
         if "loops" in checkpoint:  # more than weights
             checkpoint = {**checkpoint, **self._states_of_ranks(self._engine, checkpoint)}
@@ -423,6 +425,10 @@ class CheckpointHooks(ParallelStrategy):
     def on_train_start(self) -> None:
         """Set the random number generators as they were at the checkpoint that is resumed."""
         self.engine.internals.fits.resume()  # a learning rate finder trains twice
+        checkpoints = self.engine.internals.checkpoints
+        if checkpoints.are_rounded:  # an evaluation has loaded them, and no `ckpt_path`
+            rank_zero_warn(state.ROUNDED)
+            checkpoints.are_rounded = False
         states, self._random_states = self._random_states, None
         if states is None:
             return

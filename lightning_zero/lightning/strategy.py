@@ -392,7 +392,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         engine = next((engine for engine in _made_for if engine.module is module), None)
         kept_for, kept_sync, kept_places = (None, None, None) if engine is None else _made_for[engine]
         layer_sync = self._layer_sync if is_fitting else kept_sync  # as under DDPStrategy, for fits only
-        are_torn = False
+        are_torn = are_rounded = False
         # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
         made_for = (
             self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._cutting,
@@ -403,6 +403,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
                 rank_zero_warn(_ROUNDED)
             engine.unshard()
             are_torn = engine.internals.fits.are_torn
+            are_rounded = engine.internals.checkpoints.are_rounded
             engine = None
             if kept_sync is not None:
                 kept_sync.revert(module)
@@ -428,6 +429,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             _made_for[engine] = made_for, layer_sync, self._places(module, layer_sync)
             if are_torn:
                 engine.internals.fits.mark_torn()
+            engine.internals.checkpoints.are_rounded = are_rounded
             for parallelism in self._cutting:
                 parallelism.show_wholes(module)
         else:  # DDPStrategy starts every run from rank 0's values

@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -588,6 +591,38 @@ def _fit(rank: int, world: int, folder: str, precision: Any) -> None:
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.always)])
 def test_fits_resume_across_placements(precision: str, tmp_path: Path) -> None:
     worlds.run(_fit, 2, str(tmp_path), precision)
+
+
+def _rounded(rank: int, world: int, folder: str) -> None:
+    path, batches = f"{folder}/a.ckpt", loader(rank, world)
+
+    def make(stage: int, offload: str | None) -> Trainer:
+        options = {"precision": "bf16-true", "max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 1}
+        return trainer(rank, world, ZeroStrategy(stage=stage, offload=offload), **options)
+
+    def says(act: Callable[[], Any]) -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            act()
+        return any("those of a checkpoint, rounded to 16 bits" in str(one.message) for one in caught)
+
+    first = make(3, None)
+    first.fit(seeded(Net), batches)
+    first.save_checkpoint(path)
+    for offload in ("cpu", None):
+        for stage, resumed in ((3, None), (2, None), (2, path)):
+            module, evaluation = Net(), make(3, offload)
+            evaluation.validate(module, batches, ckpt_path=path, verbose=False)
+            assert says(partial(evaluation.save_checkpoint, f"{folder}/b.ckpt")) == bool(offload)
+            assert says(partial(export_safetensors, module, f"{folder}/b", overwrite=True)) == bool(offload)
+            fit = make(stage, offload)
+            assert says(partial(fit.fit, module, batches, ckpt_path=resumed)) == (bool(offload) and resumed is None)
+            assert not says(partial(fit.save_checkpoint, f"{folder}/c.ckpt"))
+
+
+def test_rounded_values_of_an_offloaded_evaluation_are_told_where_they_are_used(tmp_path: Path) -> None:
+    """A save and a fit behind `validate(ckpt_path=...)` had them without a word."""
+    worlds.run(_rounded, 1, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,11 @@ class ParameterRecord:
             return self.master().dtype
         return self._buffer.kind.shown
 
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Say whether values of a dtype are rounded by a load: the master in which they are kept is not there."""
+        here = self.master().dtype.itemsize
+        return dtype.itemsize > here < self.shown_dtype.itemsize
+
     def state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer state: 1-D segments over ``own_range`` (whole tensors at stage 0).
 
