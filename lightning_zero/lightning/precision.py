@@ -22,7 +22,6 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -46,6 +45,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_PLAIN_BACKWARD = pl.LightningModule.backward.__code__
 _STOCK_STATE = "MixedPrecision"  # where checkpoints of DDP keep a loss scale
 _SCALER_STATES = ("ZeroMixedPrecision", "ZeroHalfPrecision", _STOCK_STATE, "FSDPPrecision")
 
@@ -329,7 +329,8 @@ class ZeroStep(Precision):
 
         Collective: all ranks.
         """
-        uses_gradients = is_overridden("backward", model)  # it may, between two backwards of its own
+        # It may, between two backwards of its own: also a wrapper around Lightning's method.
+        uses_gradients = getattr(model.backward, "__code__", None) is not _PLAIN_BACKWARD
         steps = self._require_engine().internals.steps
         with self.scaled_backward(), steps.backward_scope(shows_gradients=uses_gradients):
             Precision.backward(self, tensor, model, optimizer, *args, **kwargs)

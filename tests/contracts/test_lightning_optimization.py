@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -310,6 +311,23 @@ def uses_in_backward(rank: int, world: int, makes: Sequence[Callable[[], Lightni
 def test_gradients_can_be_used_in_an_overridden_backward(make: Callable[[], LightningModule], every: int) -> None:
     """They were None there, and what the program did with them was lost."""
     run(uses_in_backward, WORLD, [make], every)
+
+
+class Traced(Sgd):
+    """Its ``backward`` is Lightning's, in a wrapper that says so."""
+
+    @functools.wraps(LightningModule.backward)
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        LightningModule.backward(self, *args, **kwargs)
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+def wrapped_backward(rank: int, world: int) -> None:
+    parity(rank, world, Traced, atol=1e-6, max_epochs=1, limit_train_batches=2)
+
+
+def test_gradients_can_be_used_in_a_wrapper_around_the_backward_of_lightning() -> None:
+    run(wrapped_backward, WORLD)
 
 
 @pytest.mark.parametrize("make", [Clips, DropsBetween, OptimizerDropsBetween, AddsToRead])
