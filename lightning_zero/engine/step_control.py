@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
@@ -96,13 +96,17 @@ class StepControl:
     # -- Backwards -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def backward_scope(self, *, shows_gradients: bool = True) -> Iterator[None]:
+    def backward_scope(self, loss: Tensor | None = None, *, shows_gradients: bool = True) -> Iterator[None]:
         """Run a backward in which every rank reduces, also one whose loss uses no parameter. Collective: all ranks.
 
         Args:
+            loss: Every rank runs a backward of it; without it a rank learns from its gradients that one runs.
             shows_gradients: Code of the program runs in it, which may use gradients.
         """
-        with self._state.sharded.hooks.scopes.backward(shows_gradients=shows_gradients):
+        hooks = self._state.sharded.hooks
+        with hooks.scopes.backward(shows_gradients=shows_gradients):
+            if loss is not None:
+                hooks.backward.watch_loss(loss)
             yield
 
     @contextmanager

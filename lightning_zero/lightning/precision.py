@@ -331,8 +331,9 @@ class ZeroStep(Precision):
         """
         # It may, between two backwards of its own: also a wrapper around Lightning's method.
         uses_gradients = getattr(model.backward, "__code__", None) is not _PLAIN_BACKWARD
+        watched = tensor if uses_gradients else None
         steps = self._require_engine().internals.steps
-        with self.scaled_backward(), steps.backward_scope(shows_gradients=uses_gradients):
+        with self.scaled_backward(), steps.backward_scope(watched, shows_gradients=uses_gradients):
             Precision.backward(self, tensor, model, optimizer, *args, **kwargs)
 
     def clip_gradients(

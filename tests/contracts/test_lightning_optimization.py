@@ -31,6 +31,7 @@ from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import (
     STAGES,
     WORLD,
+    Block,
     Net,
     Sgd,
     assert_equal,
@@ -281,6 +282,78 @@ class RunsForward(Backwards):
                 param.grad.mul_(0.5)
 
 
+class _Manual(Backwards):
+    """Under manual optimization, in which the scope of ``training_step`` is open in ``backward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class RunsForwardInManual(_Manual, RunsForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(6) for _ in range(6)])  # more than reductions that are in flight
+
+
+class RunsForwardBeforeInManual(_Manual):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss + sum(param.square().sum() for param in self.parameters()) + 0 * self(torch.ones(2, 4)).sum()).backward()
+
+
+class GathersBefore(Backwards):
+    """Makes a collective in front of the backward, and another one behind it."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.all_gather(loss.detach())
+        super().backward(loss)
+
+    def use(self, loss: Tensor) -> None:
+        self.log("loss", loss.detach(), sync_dist=True)
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class GathersInManual(_Manual, GathersBefore):
+    pass
+
+
+class Penalises(Backwards):
+    """Takes the gradient of a gradient, and then a plain backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.inputs = batch[0].requires_grad_()
+        return super().training_step((self.inputs, batch[1]), batch_idx)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (slope,) = torch.autograd.grad(loss, self.inputs, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class ReturnsNone(Backwards):
+    """One rank has nothing to add in the second step; what its ``backward`` does to gradients counts all the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == 1:
+            return None if isinstance(self.trainer.strategy, ZeroStrategy) else 0 * loss
+        return loss
+
+
+class ClipsOfNothing(ReturnsNone, Clips):
+    pass
+
+
+class MasksOfNothing(ReturnsNone, Masks):
+    pass
+
+
 class RunsForwardBefore(Backwards):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (loss + self(torch.ones(2, 4)).mean()).backward()
@@ -306,6 +379,8 @@ def uses_in_backward(rank: int, world: int, makes: Sequence[Callable[[], Lightni
 @pytest.mark.parametrize(
     ("make", "every"),
     [(one, 1) for one in (Clips, ClipsTwice, Masks, AsksWhetherNone, Assigns, StepsTwice, ReadsOnOne, RunsForward)]
+    + [(one, 1) for one in (RunsForwardInManual, RunsForwardBeforeInManual, GathersBefore, GathersInManual, Penalises)]
+    + [(one, 1) for one in (ClipsOfNothing, MasksOfNothing)]
     + [(one, 2) for one in (Clips, Masks, AsksWhetherNone, ReadsOnOne)],
 )
 def test_gradients_can_be_used_in_an_overridden_backward(make: Callable[[], LightningModule], every: int) -> None:
@@ -328,6 +403,36 @@ def wrapped_backward(rank: int, world: int) -> None:
 
 def test_gradients_can_be_used_in_a_wrapper_around_the_backward_of_lightning() -> None:
     run(wrapped_backward, WORLD)
+
+
+class ReadsBetween(DropsBetween):
+    def drop(self) -> None:
+        assert self.first.bias.grad is not None
+
+
+class ReadsBetweenOnOne(DropsBetween):
+    """Only rank 0 looks between the backwards."""
+
+    def drop(self) -> None:
+        if self.global_rank == 0:
+            assert self.first.bias.grad is not None
+
+
+def two_backwards(rank: int, world: int, make: Callable[[], LightningModule]) -> None:
+    """DDP does not reduce the second backward: there every rank has the batches of all."""
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2}
+    reference = trainer(rank, world, "ddp", **options)
+    reference.fit(seeded(make), loader(0, 1, batch=4 * world))
+    for stage in STAGES:
+        fitted = trainer(rank, world, stage, **options)
+        fitted.fit(seeded(make), loader(rank, world))
+        assert_equal(weights(fitted), weights(reference), 1e-6, f"stage {stage}")
+
+
+@pytest.mark.parametrize("make", [DropsBetween, OptimizerDropsBetween, AddsToRead, ReadsBetween, ReadsBetweenOnOne])
+def test_gradients_can_be_used_between_two_backwards_of_a_loss(make: Callable[[], LightningModule]) -> None:
+    """The second one read segments in the place of weights."""
+    run(two_backwards, WORLD, make)
 
 
 @pytest.mark.parametrize("make", [Clips, DropsBetween, OptimizerDropsBetween, AddsToRead])

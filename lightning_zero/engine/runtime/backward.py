@@ -28,7 +28,9 @@ Note [Gradients used inside explicit]
     A program whose code runs in ``explicit``, such as ``LightningModule.backward``, may call ``loss.backward()`` any
     number of times, and their gradients are reduced together at the end. If it uses a gradient in between (reads,
     assigns or drops it, clips, steps), the backward ends there: it gets the average, and what follows is as in a plain
-    loop, where each ``loss.backward()`` ends itself. A rank that reads nothing ends at the end of ``explicit``.
+    loop, where each ``loss.backward()`` ends itself. A rank that reads nothing ends at the end of ``explicit``, or at
+    the next ``backward()`` of the loss, where every rank ends the one before: it cannot know whether others have used
+    gradients. ``watch_loss`` tells that such a backward begins, also to a rank whose loss has no parameters.
 """
 
 from __future__ import annotations
@@ -67,10 +69,15 @@ class _Running:
     has_nested_end: bool = False  # one inside it has ended without an error
     shows_gradients: bool = False  # code of the program is around it
     is_ending: bool = False
-    marked_in: int = -1  # the last backward of PyTorch's whose end shows that there are gradients
+    task: int = -1  # the last backward of PyTorch's that builds a graph or does not
+    ran_in: int = -1  # the last backward of PyTorch's that has brought gradients, here or on other ranks
     reduces: bool = False  # unless it brings nothing
-    took_gradient: bool = False
     keeps_units: bool = False  # it builds a graph
+
+    @property
+    def has_run(self) -> bool:
+        """Whether there are gradients to reduce, here or on other ranks."""
+        return self.ran_in != -1
 
 
 class Backward:
@@ -173,8 +180,34 @@ class Backward:
         if not self._passes.in_scope:
             self._dtypes.begin_backward()
 
+    def watch_loss(self, loss: torch.Tensor) -> None:
+        """Begin each backward of a loss before its first node runs, on every rank alike; see the last note."""
+        if loss.requires_grad:
+            loss.register_hook(_weakly(self._begin_of_loss))  # type: ignore[no-untyped-call]
+
+    def _begin_of_loss(self, _: Any) -> None:
+        running, task = self._running, torch._C._current_graph_task_id()
+        if not runs_whole_graph():
+            self.begin_watched(None)
+            return
+        if running is not None and running.is_explicit and running.has_run and running.ran_in != task:
+            self.end()
+        self._close_windows()
+        running = self.arm()
+        self._note_task(running)
+        if not running.keeps_units:
+            self._note_run(running)
+
+    def watch_node(self, node: Any) -> None:
+        """Call ``begin_watched`` before a node of a graph runs."""
+        node.register_prehook(_weakly(self.begin_watched))
+
     def begin_watched(self, _: Any) -> None:
-        """Show parameters as they compute in a backward that may take no gradient, as ``autograd.grad`` does."""
+        """Show parameters as they compute in a backward that may take no gradient, as ``autograd.grad`` does.
+
+        Its nodes read parameters that are no segments: the step window of an earlier backward ends.
+        """
+        self._close_windows()
         self.begin_computing()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_watched)
 
@@ -219,7 +252,14 @@ class Backward:
     def note_graph(self) -> None:
         """Keep units whole if the backward that is running builds a graph."""
         if self._running is not None and torch.is_grad_enabled() and in_backward():
-            self._running.keeps_units = True
+            self._note_task(self._running)
+
+    def _note_task(self, running: _Running) -> None:
+        """Note whether PyTorch's backward builds a graph; in ``explicit`` the next one may not."""
+        task = torch._C._current_graph_task_id()
+        if running.is_explicit and running.task != task and enclosing_function() is None:
+            running.task, running.keeps_units = task, False
+        running.keeps_units |= torch.is_grad_enabled()
 
     def takers(self, unit: Unit, place: int, index: int) -> tuple[Callable[[nn.Parameter], None], ...]:
         """Return the hooks of a parameter on accumulated gradients: before those of the program, and behind them."""
@@ -242,7 +282,7 @@ class Backward:
             self.arm()
             unit.buffers[place].gradients.note_arrived(index)
         running = self.arm()
-        running.keeps_units |= torch.is_grad_enabled()  # it builds a graph
+        self._note_task(running)
         left = unit.buffers[place].gradients.left
         if running.keeps_units:
             left.add(index)
@@ -254,8 +294,7 @@ class Backward:
         if grad is None:
             return
         left.discard(index)
-        running.took_gradient = True
-        self._mark_at_end(running)
+        self._note_run(running)
         self._reducer.before_gradient(unit)
         unit.accumulate(place, index, grad)
         set_raw_grad(param, None)
@@ -265,11 +304,11 @@ class Backward:
             if unit.is_complete and running.runs_whole_graph:
                 self._order.completed(unit)
 
-    def _mark_at_end(self, running: _Running) -> None:
+    def _note_run(self, running: _Running) -> None:
         """Let uses of gradients behind PyTorch's backward find them; see Note [Gradients used inside explicit]."""
         task = torch._C._current_graph_task_id()
-        if running.shows_gradients and running.marked_in != task:
-            running.marked_in = task
+        is_new, running.ran_in = running.ran_in != task, task
+        if running.shows_gradients and is_new:
             torch.autograd.Variable._execution_engine.queue_callback(self._mark_expected)
 
     def _mark_expected(self) -> None:
@@ -292,7 +331,7 @@ class Backward:
         running.is_ending = True
         if not running.keeps_units:
             self._give_units_back()
-        reduces = self._is_reducing and (running.took_gradient or running.is_explicit) and not running.keeps_units
+        reduces = self._is_reducing and (running.has_run or running.is_explicit) and not running.keeps_units
         ends_pass = reduces or running.has_own_pass
         if reduces and not self._order.in_pass:  # `backward(inputs=...)` below stage 3
             self._passes.begin_reductions()
@@ -320,18 +359,18 @@ class Backward:
         Collective: all ranks, some of them at the end of ``explicit``.
         """
         running = self._running
-        if running is not None and running.shows_gradients and running.took_gradient and not running.is_ending:
+        if running is not None and running.shows_gradients and running.has_run and not running.is_ending:
             self.end()
 
     def end_before_forward(self) -> None:
         """End an explicit backward behind which the program runs a forward, inside of it. Collective likewise.
 
         Raises:
-            RuntimeError: The forward comes before the backward.
+            RuntimeError: The forward opens a scope, and comes before the backward.
         """
         self.end_before_use()
         running = self._running
-        if running is not None and running.shows_gradients and not running.is_ending:
+        if running is not None and running.shows_gradients and not (running.is_ending or self._passes.in_scope):
             raise RuntimeError(
                 "A forward of the model runs inside of `LightningModule.backward` or `backward_scope`, before the first"
                 " backward there: the gathers of both cannot be told apart. Run it in `training_step`, and give its"
@@ -369,3 +408,15 @@ class Backward:
         self._running = None
         if not self._passes.in_scope:
             self._dtypes.end_backward()
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a hook that does not keep its object: hooks live in C++, where cycles are not collected."""
+    alive = weakref.WeakMethod(method)
+
+    def call(value: Any) -> None:
+        found = alive()
+        if found is not None:
+            found(value)
+
+    return call

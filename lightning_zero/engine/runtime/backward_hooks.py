@@ -91,10 +91,10 @@ class BackwardHooks:
             register_multi_grad_hook(tensors, post_backward, mode="all")
         return call
 
-    def watch_dtype(self, output: Any) -> None:
-        """Have parameters as they compute when the backward of a forward begins, in a plain loop below stage 3."""
+    def watch_beginning(self, output: Any) -> None:
+        """Show whole parameters, as they compute, when a forward's backward begins in a plain loop, below stage 3."""
         for node in _nodes_of(output):
-            node.register_prehook(self._backward.begin_watched)
+            self._backward.watch_node(node)
 
 
 def _nodes_of(output: Any) -> set[Any]:

@@ -77,6 +77,7 @@ class ForwardHooks:
             self._submodule = None
             self._scopes.open_for_forward(unit.name, self._below[unit.index], with_root=unit is self._root)
         elif not is_recomputed:
+            self._backward.end_before_forward()
             self._scopes.close_windows()
         else:
             self._backward.begin_computing()
@@ -117,8 +118,8 @@ class ForwardHooks:
             return
         if call.unit.is_sharded_between_uses:
             self._backward_hooks.watch_outputs(call.unit, output, call.awaited)
-        elif self._dtypes.has_lowered_outside and (call.opens_scope or call.unit is self._root):
-            self._backward_hooks.watch_dtype(output)
+        elif call.opens_scope or call.unit is self._root:
+            self._backward_hooks.watch_beginning(output)
 
     # -- Modules that are no unit ----------------------------------------------------------------------------------
 

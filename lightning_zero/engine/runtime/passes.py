@@ -36,6 +36,7 @@ class Passes:
         self.depth = 0  # of scopes, one in another
         self._scope = ""  # the outermost, or the last one
         self._ordinal = 0  # of the pass in its step
+        self._direction: Direction = "forward"  # of the pass that runs, or has
         self._is_held = False  # the scope uses only units that `gathered` holds
 
     @property
@@ -61,6 +62,7 @@ class Passes:
 
     def begin(self, direction: Direction) -> None:
         """Begin a pass, if it may have collectives. Every rank begins the same. No collective."""
+        self._direction = direction
         is_stale = any(unit.state is UnitState.STALE for unit in self._units)
         is_suspended = self._order.is_suspended or (direction == "forward" and self._is_held)
         if direction != "backward" and (is_suspended or not (self._order.gathers or self._order.meets or is_stale)):
@@ -74,6 +76,10 @@ class Passes:
             may_reduce=direction in ("backward", "backward of inputs"),
         )
         self._ordinal += 1
+
+    def begin_again(self) -> None:
+        """Go on behind something that every rank has reached in the last pass. No collective."""
+        self.begin(self._direction)
 
     def begin_reductions(self) -> None:
         """Begin the pass at the end of ``backward(inputs=...)`` below stage 3, which has reductions only."""

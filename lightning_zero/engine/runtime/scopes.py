@@ -110,7 +110,7 @@ class Scopes:
         self._enter(name, with_root=with_root, in_original=self._dtypes.is_exact)
 
     def _enter(self, name: str, *, with_root: bool, in_original: bool = False) -> None:
-        if not self.is_open and not in_backward():
+        if not in_backward():
             self._backward.end_before_forward()
         self.close_windows()
         if not self.is_open:
@@ -167,19 +167,21 @@ class Scopes:
     def boundary(self) -> Iterator[None]:
         """Run something that every rank reaches, between two passes. Collective inside a scope."""
         self.recover()
+        self.end_backward()
         was_in_pass = self._order.in_pass
         self._order.finish()
         try:
             yield
         finally:
             if was_in_pass:
-                self._passes.begin("forward")
+                self._passes.begin_again()
 
     def around_collective(self) -> AbstractContextManager[None]:
         """Return a context for a collective of the program's, which every rank reaches. Collective inside a scope.
 
         Without it ranks that have used other units would wait in different collectives.
         """
+        self.end_backward()
         if not self._order.pass_gathers or self._order.is_suspended or in_backward():
             return nullcontext()
         return self.boundary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -119,3 +120,46 @@ def _nested(rank: int, world: int, stage: int, name: str) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_backwards_inside_a_backward_reduce_nothing_of_their_own(stage: int, name: str) -> None:
     worlds.run(_nested, 2, stage, name)
+
+
+class _Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+LAST: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(6),
+    "layer norm": lambda: nn.LayerNorm(6),
+    "gain": _Gain,
+}
+
+
+def _again(rank: int, world: int, stage: int, last: str) -> None:
+    """Clip the gradients of a backward, and run it once more on the graph that was retained."""
+    worlds.seed()
+    module = nn.Sequential(nn.Linear(4, 6), LAST[last]())
+    plain = copy.deepcopy(module)
+    engine = _engine(module, stage, units=[])
+    engine.attach(torch.optim.SGD(module.parameters(), lr=0.1))
+    for one in (module, plain):
+        loss = (one(torch.randn(5, 4, generator=torch.Generator().manual_seed(1))) - 1.0).square().mean()
+        loss.backward(retain_graph=True)
+        nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        (0.5 * loss).backward()
+    for param, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        found = engine.full_grad(param)
+        assert found is not None
+        assert expected.grad is not None
+        assert torch.allclose(found, expected.grad, atol=1e-6)
+    engine.close()
+
+
+@pytest.mark.parametrize("last", list(LAST))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_second_backward_of_a_graph_reads_whole_parameters(stage: int, last: str) -> None:
+    """They were segments, because a program had used gradients in between."""
+    worlds.run(_again, 2, stage, last)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -182,3 +184,24 @@ def _passed_on(rank: int, world: int) -> list[int]:
 def test_a_unit_with_all_gradients_is_not_gathered_for_a_tensor_that_it_passes_on() -> None:
     """The root and the block are gathered once in the forward, and once in each of two backwards."""
     assert worlds.run(_passed_on, 2) == [[6, 6, 6]] * 2
+
+
+# -- Graphs that a module keeps ----------------------------------------------------------------------------------------
+
+
+def _kept_by_module(rank: int, world: int, stage: int) -> bool:
+    """Keep an output on the module that made it; say whether both are collected."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    engine = ZeroEngine(stage)
+    engine.shard(module)
+    module.output = module(torch.ones(1, 2))
+    alive = weakref.ref(module)
+    engine.close()
+    del module, engine
+    gc.collect()
+    return alive() is None
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_module_that_keeps_its_output_is_collected(stage: int) -> None:
+    assert all(worlds.run(_kept_by_module, 1, stage))
