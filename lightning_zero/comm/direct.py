@@ -25,11 +25,17 @@ def backend_for(group: Any, device: torch.device) -> str:
     return str(whole._get_backend(device).name())
 
 
-def is_direct(tensor: Tensor, group: Any) -> bool:
-    """Say whether the functions of this module take ``tensor``: on the host, over gloo, and not being compiled."""
+def is_direct(tensor: Tensor, group: Any, transport: str | None = None) -> bool:
+    """Say whether the functions of this module take ``tensor``: on the host, over gloo, and not being compiled.
+
+    Args:
+        tensor: On any device.
+        group: The ranks; the default group when None.
+        transport: The backend that a pretended group stands for; None: the group is what it is.
+    """
     if tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return backend_for(group, tensor.device) == "gloo"
+    return (transport or backend_for(group, tensor.device)) == "gloo"
 
 
 def all_reduce(tensor: Tensor, group: Any, *, maximum: bool = False) -> Tensor:

@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from lightning_zero.comm.peers import Peers, PeersError
+from lightning_zero.comm.peers import Peers, PeersError, is_pretended
 from lightning_zero.errors import CollectiveError
 
 __all__ = ["GroupSet", "Lent", "borrow", "destroy_all", "lend"]
@@ -168,6 +168,8 @@ class _Pool:
             return []
         self._num_rounds += 1
         mine = bytes(one.state for one in self.sets)
+        if is_pretended():
+            return list(mine)
         store = PrefixStore(
             f"lightning_zero/{self._name}/{self._num_rounds}", dist.distributed_c10d._get_default_store()
         )

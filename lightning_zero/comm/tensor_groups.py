@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm.groups import Lent, lend
-from lightning_zero.comm.peers import failure_named
+from lightning_zero.comm.peers import failure_named, is_pretended
+from lightning_zero.comm.traffic import Traffic
 
 __all__ = ["NeighbourGroups", "TensorGroups"]
 
@@ -36,6 +37,7 @@ class TensorGroups:
         num_data_ranks: Number of tensor groups.
         tensor_group: The ranks with the same batches.
         data_group: The ranks with the same parts of parameters.
+        traffic: Counts comparisons; that of the engine which shards the module.
 
     Raises:
         ValueError: The ranks cannot be divided by ``size``.
@@ -58,6 +60,7 @@ class TensorGroups:
         self._groups = lend(self, f"neighbours/{stages}/{size}/{timeout_s}", range(world_size), make)
         self.tensor_group = self._groups.neighbours
         self.data_group = self._groups.across
+        self.traffic = Traffic()
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the ranks as a mesh with the axes ``data_parallel`` and ``tensor_parallel``. No collective."""
@@ -75,9 +78,11 @@ class TensorGroups:
         """Return the numbers of all tensor ranks, each below 2**63 in size. Collective: the tensor group."""
         mine = torch.tensor(numbers, device="cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        with failure_named("comparison of numbers in a tensor group"):
+        what, ranks = "comparison of numbers in a tensor group", dist.get_process_group_ranks(self.tensor_group)
+        counted = self.traffic.during("control", what, mine.nbytes * (self.size - 1), ranks=ranks)
+        with failure_named(what), counted:
             dist.all_gather(everyone, mine, group=self._groups.host)
-        return [one.tolist() for one in everyone]
+        return [list(numbers)] * self.size if is_pretended() else [one.tolist() for one in everyone]
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the object of the first tensor rank. Collective: the tensor group."""
@@ -122,7 +127,7 @@ class NeighbourGroups(Lent):
             for place in range(size)
         ]
         self.neighbours = self._along(of_neighbours)
-        self.host = self._along(of_neighbours, "gloo")
+        self.host = self._along(of_neighbours, None if is_pretended() else "gloo")
         self.across = self._along(across)
 
     def _along(self, lines: list[list[int]], backend: str | None = None) -> Any:

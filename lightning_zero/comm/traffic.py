@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +60,13 @@ class Traffic:
         """Take note that a call has ended."""
         if self.ledger is not None:
             self.ledger.end(what)
+
+    @contextmanager
+    def during(self, kind: str, what: str, sent_bytes: int, *, ranks: Sequence[int]) -> Iterator[None]:
+        """Count a call that is made in the context, see ``CollectiveCall``; it ends with the context."""
+        self.add(kind, what, sent_bytes, ranks=ranks, is_across=False)
+        yield
+        self.end(what)
 
     def reset(self) -> None:
         """Start counting anew."""

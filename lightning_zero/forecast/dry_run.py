@@ -16,7 +16,8 @@ Note [What is run nevertheless]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +48,9 @@ _RUN = frozenset(
         _aten.resize_.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset,
     ]
 )  # fmt: skip
+_UNWRITTEN = frozenset(
+    [_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided]
+)  # fmt: skip
 _READS = frozenset({_aten._local_scalar_dense.default, _aten.is_nonzero.default})
 _UNKNOWN = (
     DataDependentOutputException,
@@ -68,13 +72,17 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._known = {} if known is None else known
         self._blank: set[int] = set()  # storages that are never written, by address
+        self._num_threads = torch.get_num_threads()  # of the program
+        self._fills = True  # new memory, where the program asks PyTorch for deterministic algorithms
 
     def __enter__(self) -> DryRun:
         """Begin to run dry; steps of optimizers on a CPU make no piece of theirs, and use one thread."""
-        num_threads = torch.get_num_threads()
-        self._context.callback(torch.set_num_threads, num_threads)
+        self._num_threads = torch.get_num_threads()
+        self._context.callback(torch.set_num_threads, self._num_threads)
         torch.set_num_threads(1)
-        self._context.enter_context(replaced(torch.utils.deterministic, "fill_uninitialized_memory", False))
+        deterministic: Any = torch.utils.deterministic
+        self._fills = deterministic.fill_uninitialized_memory
+        self._context.enter_context(replaced(deterministic, "fill_uninitialized_memory", False))
         self._context.enter_context(replaced(chunks, "_step_window", self._step_window))
         self._context.enter_context(replaced(placement, "NvmeStore", partial(PretendedDisks, transfer=self._transfer)))
         self._context.enter_context(replaced(WholeGradients, "_multiply", _multiply_finite))
@@ -89,6 +97,29 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
     def _transfer(self, nbytes: int) -> Callable[[], None]:
         """Begin to read or write bytes of a disk; return a function that waits for it."""
         return lambda: None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Count nothing inside, and compute everything, with the program's threads and way with new memory."""
+        torch.set_num_threads(self._num_threads)
+        try:
+            with super().suspended(), replaced(torch.utils.deterministic, "fill_uninitialized_memory", self._fills):
+                yield
+        finally:
+            torch.set_num_threads(1)
+
+    def write(self, tensors: Iterable[Tensor]) -> None:
+        """Give values to those of some tensors that were never written: random ones from 0 to 1, zeros to integers.
+
+        For use inside of ``suspended``.
+        """
+        generator = torch.Generator().manual_seed(0)
+        for tensor in tensors:
+            if self._is_blank(tensor):
+                if tensor.is_floating_point():
+                    tensor.uniform_(generator=generator)
+                else:
+                    tensor.zero_()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,7 +159,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
             results = self._results(func, args, kwargs, tuple(key))
         except _UNKNOWN:
             return func(*args, **kwargs)
-        if is_small and results.are_small:
+        if is_small and results.are_small and func.overloadpacket not in _UNWRITTEN:
             return func(*args, **kwargs)
         return results.make(self._blank)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["LiveBytes", "Moment", "OperationKind", "kind_of", "replaced"]
@@ -70,9 +70,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ends: dict[int, Any] = {}  # weak references to them
         self._uncounted: set[int] = set()  # of these storages, those made inside `apart`
         self._is_apart = False
+        self._is_suspended = False
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._running: list[nn.Module] = []
-        self._ended: list[tuple[int, nn.Module]] = []  # number of autograd's nodes when a forward ended, the module
+        # The number of autograd's nodes when a forward ended, and the module, which may end before this does.
+        self._ended: list[tuple[int, weakref.ref[nn.Module]]] = []
         self._phase = ""
         self._most = -1
         self._at: tuple[str, nn.Module | int | None, Any, tuple[int, ...]] = ("", None, "", ())
@@ -91,8 +93,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._context.enter_context(replaced(torch.UntypedStorage, "resize_", counted))
         for handle in (
-            register_module_forward_pre_hook(self._begin_module),
-            register_module_forward_hook(self._end_module, always_call=True),
+            register_module_forward_pre_hook(self._unless_suspended("_begin_module")),
+            register_module_forward_hook(self._unless_suspended("_end_module"), always_call=True),
         ):
             self._context.callback(handle.remove)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -133,6 +135,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._is_apart = before
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Count nothing inside, and compute everything; in other threads too."""
+        before, self._is_suspended = self._is_suspended, True
+        try:
+            with _disable_current_modes():
+                yield
+        finally:
+            self._is_suspended = before
+
+    def _unless_suspended(self, name: str) -> Callable[..., None]:
+        def hook(*call: Any) -> None:
+            if not self._is_suspended:
+                getattr(self, name)(*call)
+
+        return hook
 
     # -- Bytes -----------------------------------------------------------------------------------------------------
 
@@ -199,7 +218,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase, place, operation, parts = self._at
         if isinstance(place, int):
             found = bisect_left(self._ended, place + 1, key=lambda one: one[0])
-            place = self._ended[found][1] if found < len(self._ended) else None
+            place = self._ended[found][1]() if found < len(self._ended) else None
         name = "" if place is None else self._names.get(place, type(place).__name__)
         return Moment(max(self._most, 0), phase, name, str(operation), parts)
 
@@ -211,7 +230,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _end_module(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._running and self._running.pop() is not module:  # those that an error has ended
             pass
-        self._ended.append((torch._C._autograd._get_sequence_nr(), module))
+        self._ended.append((torch._C._autograd._get_sequence_nr(), weakref.ref(module)))
 
 
 class OperationKind(Enum):

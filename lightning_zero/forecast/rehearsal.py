@@ -88,7 +88,7 @@ class Rehearsed:
     at_peak: dict[str, int] = field(default_factory=dict)
     sent: int
     sent_across: int
-    units: int
+    units: int = 0
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from lightning_zero.config import ActivationCheckpointing, Offload
+from lightning_zero.parallel.tensor.plan import TensorPlan
 from lightning_zero.sharding import Sharding
 
 __all__ = ["MemoryForecast", "Setting", "SettingForecast", "plain"]
@@ -64,6 +65,8 @@ def plain(option: Any) -> Any:
         return option.__name__
     if isinstance(option, Path):
         return str(option)
+    if isinstance(option, TensorPlan):
+        return option.as_yaml
     if not is_dataclass(option):
         return option
     values = {one.name: getattr(option, one.name) for one in fields(option)}

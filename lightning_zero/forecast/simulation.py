@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ class Simulation:
         phases: Modelled time of its parts without waits for other ranks: ``"forward"``, ``"backward"``, ``"step"``,
             and ``""`` between.
         flops: Operations of matrix products, convolutions and attention, recomputation included.
+        device: Bytes on the device at the end of the backward, by kind, without activations.
+        host: Of these kinds in host memory.
     """
 
     rank: int
@@ -69,6 +71,8 @@ class Simulation:
     seconds: float
     phases: Mapping[str, float]
     flops: int
+    device: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> dict[str, int]:

@@ -41,9 +41,10 @@ class ZeroMonitor(Callback):
     ``time/{data,forward,backward,optimizer}_s``; ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm``
     (``grad_norm/<number>`` of each optimizer where there are several) and ``loss_scale`` where there are any. In a
     pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share`` (not over NCCL), and no
-    phases. Sums of tensor groups, exchanges of experts and messages between pipeline stages are in no number of traffic
-    and waiting. With experts ``moe/<layer>/{load_max_over_mean,dropped,router_entropy,aux_loss}`` over all ranks, and
-    for TensorBoard a histogram ``moe/<layer>/load``. With other strategies memory, traffic and waiting are left out.
+    phases. Waiting does not contain sums of tensor groups and exchanges of experts; messages between pipeline stages
+    are in no number of traffic and waiting. With experts
+    ``moe/<layer>/{load_max_over_mean,dropped,router_entropy,aux_loss}`` over all ranks, and for TensorBoard a histogram
+    ``moe/<layer>/load``. With other strategies memory, traffic and waiting are left out.
 
     Args:
         tokens: Number of tokens in a batch. The default is the number of elements of the batch's first integer tensor

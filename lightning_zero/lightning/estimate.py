@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -24,40 +23,31 @@ from lightning_zero.engine.optim.methods import needs_closure
 from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.rehearsal import Rehearsed, Trainee, pretended_world, rehearse
 from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast, plain
+from lightning_zero.lightning.fitted_forecast import rehearse_fit
+from lightning_zero.lightning.forecast_options import (
+    Optimizers,
+    accumulation_of,
+    copied_module,
+    new_precision,
+    on_cpu,
+    precision_of,
+    refuse_unforecast,
+    without_meta,
+)
 from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.precision import (
-    ZeroHalfPrecision,
-    ZeroMixedPrecision,
-    ZeroPrecision,
     ZeroStep,
     engine_precision,
 )
 from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.parallel.module_copies import copied
+from lightning_zero.lightning.trials import planned_once
 from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
 from lightning_zero.parallel.tensor.examples import run_example
 from lightning_zero.sharding import Sharding
 from lightning_zero.trees import tree_map_only
 
-__all__ = [
-    "Optimizers",
-    "accumulation_of",
-    "copied_module",
-    "estimate_memory",
-    "new_precision",
-    "on_cpu",
-    "precision_of",
-    "refuse_unforecast",
-    "without_meta",
-]
+__all__ = ["estimate_memory"]
 
-_PRECISIONS: dict[str, Callable[[], ZeroStep]] = {
-    "32-true": ZeroPrecision,
-    "bf16-mixed": partial(ZeroMixedPrecision, "bf16-mixed", "cpu"),
-    "bf16-true": partial(ZeroHalfPrecision, "bf16-true"),
-    "16-mixed": partial(ZeroMixedPrecision, "16-mixed", "cpu"),
-    "16-true": partial(ZeroHalfPrecision, "16-true"),
-}
 _SHARED = (
     "units",
     "masters",
@@ -68,10 +58,9 @@ _SHARED = (
     "async_save",
     "weights_only",
     "process_group_backend",
+    "expert_parallel",
 )
 _PERSISTENT = ("parameters", "gradients", "optimizer")
-
-Optimizers = Callable[[Iterator[nn.Parameter]], Optimizer]
 
 
 def estimate_memory(
@@ -134,17 +123,25 @@ def estimate_memory(
     )
     engines = _Engines(strategy, plugin, accelerator, ranks_per_node)
     own = _own(strategy)
-    known: dict[Hashable, Any] = {}
-    with _quiet():
+    rehearsed: Any = partial(_rehearsed, engines=engines, world_size=world_size, known={})
+    if _has_axes(strategy):
+        rehearsed = partial(
+            rehearse_fit,
+            strategy=strategy,
+            world_size=world_size,
+            precision=name,
+            accelerator=accelerator,
+            ranks_per_node=ranks_per_node,
+        )
+    with _quiet(), planned_once():
         rows = [
             _forecast(
                 setting,
                 model,
-                engines,
-                world_size=world_size,
+                rehearsed,
                 is_own=setting == own,
-                known=known,
                 microbatches=accumulate_grad_batches,
+                knows_nodes=_has_axes(strategy) and ranks_per_node is not None,
             )
             for setting in _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
         ]
@@ -154,22 +151,16 @@ def estimate_memory(
 def _forecast(
     setting: Setting,
     model: _Model,
-    engines: _Engines,
+    rehearsed: Callable[[Setting, _Model], Rehearsed],
     *,
-    world_size: int,
     is_own: bool,
-    known: dict[Hashable, Any],
     microbatches: int,
+    knows_nodes: bool,
 ) -> SettingForecast:
-    def rehearsed(trained: _Model) -> Rehearsed:
-        with pretended_world(world_size):
-            checkpointing = setting.activation_checkpointing
-            return rehearse(DryRun(known), trained.make, engines.make(setting), checkpointing=checkpointing)
-
-    found = rehearsed(model)
+    found = rehearsed(setting, model)
     sent, across = found.sent, found.sent_across
     if microbatches > model.microbatches:  # each further one sends as much as the second
-        once = rehearsed(replace(model, microbatches=1))
+        once = rehearsed(setting, replace(model, microbatches=1))
         sent += (microbatches - model.microbatches) * (found.sent - once.sent)
         across += (microbatches - model.microbatches) * (found.sent_across - once.sent_across)
     return SettingForecast(
@@ -183,8 +174,21 @@ def _forecast(
         phase=found.peak.phase,
         module=found.peak.module,
         sent_bytes=sent,
-        sent_across_nodes=across if setting.sharding.has_nodes else None,
+        sent_across_nodes=across if setting.sharding.has_nodes or knows_nodes else None,
     )
+
+
+def _rehearsed(
+    setting: Setting, model: _Model, *, engines: _Engines, world_size: int, known: dict[Hashable, Any]
+) -> Rehearsed:
+    """Return the bytes of two steps of the engine."""
+    with pretended_world(world_size):
+        checkpointing = setting.activation_checkpointing
+        return rehearse(DryRun(known), model.make, engines.make(setting), checkpointing=checkpointing)
+
+
+def _has_axes(strategy: ZeroStrategy) -> bool:
+    return strategy.tensor_parallel is not None or strategy.expert_parallel is not None
 
 
 @contextmanager
@@ -200,76 +204,6 @@ def _quiet() -> Iterator[None]:
 
 
 # -- Options -----------------------------------------------------------------------------------------------------------
-
-
-def precision_of(given: str | None, strategy: ZeroStrategy, accelerator: str) -> str:
-    """Return the name of the precision that a Trainer would have, by default the strategy's.
-
-    Raises:
-        ValueError: It is not forecast, or a configuration of DeepSpeed says another one.
-    """
-    name = str(given or strategy.precision_plugin.precision)
-    name = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(name, name)
-    if name not in _PRECISIONS:
-        raise ValueError(f"`precision={name!r}` is not forecast yet. Use {', '.join(map(repr, _PRECISIONS))}.")
-    on_cpu = accelerator == "cpu"
-    if name == "16-mixed" and on_cpu:
-        name = "bf16-mixed"  # as in Lightning
-    if strategy.imported is not None:
-        imported = copy.deepcopy(strategy.imported)  # takes notes for its table
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            name = str(imported.precision(new_precision(name), on_cpu=on_cpu).precision)
-    return name
-
-
-def new_precision(name: str) -> ZeroStep:
-    """Return a new plugin, which computes on a CPU."""
-    return _PRECISIONS[name]()
-
-
-def accumulation_of(given: int, strategy: ZeroStrategy, world_size: int) -> int:
-    """Return the number of micro-batches of a step: those of a configuration of DeepSpeed, if it says it.
-
-    Raises:
-        ValueError: Another number is given.
-    """
-    wanted = None if strategy.imported is None else strategy.imported.plan.batch.accumulation_on(world_size)
-    if wanted is None or wanted == given:
-        return given
-    if given != 1:
-        raise ValueError(
-            f"The configuration of DeepSpeed accumulates {wanted} batches, and `accumulate_grad_batches={given}`"
-            f' differs. Leave it out, or say "auto" for `gradient_accumulation_steps` and `train_batch_size`.'
-        )
-    return wanted
-
-
-def refuse_unforecast(
-    strategy: ZeroStrategy, *, world_size: int, accelerator: str, verb: str = "forecast", noun: str = "forecast"
-) -> None:
-    """Refuse options that are not forecast, or not simulated.
-
-    Raises:
-        ValueError: There is one.
-    """
-    offload, checkpointing = strategy.offload, strategy.activation_checkpointing
-    policy = "full" if checkpointing is None else checkpointing.policy
-    refused = {
-        "`pipeline`": strategy.pipeline is not None and strategy.pipeline.stages > 1,
-        "`tensor_parallel`": strategy.tensor_parallel is not None,
-        "`expert_parallel`": strategy.expert_parallel is not None,
-        "`Offload(fraction='auto')`": offload is not None and offload.fraction == "auto",
-        "`Offload(step_device='cuda')`": offload is not None and offload.step_device == "cuda",
-        f"`ActivationCheckpointing(policy={policy!r})`": policy not in ("full", "selective"),
-    }
-    for option, is_used in refused.items():
-        if is_used:
-            raise ValueError(f"{option} is not {verb} yet. Leave it out, or change it for the {noun}.")
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"`world_size={world_size!r}` must be a number of ranks, 1 or more.")
-    if accelerator not in ("gpu", "cuda", "cpu"):
-        raise ValueError(f"`accelerator={accelerator!r}` is not known. Use 'gpu' or 'cpu'.")
 
 
 def _own(strategy: ZeroStrategy) -> Setting:
@@ -307,6 +241,9 @@ def _base(strategy: ZeroStrategy) -> dict[str, Any]:
         found["communication"] = communication
     if strategy.communication.timeout_s != default.communication.timeout_s:
         found["timeout"] = strategy.communication.timeout_s
+    tensor = strategy.tensor_parallel
+    if tensor is not None:
+        found["tensor_parallel"] = {"size": tensor.size, **plain(tensor)}
     return {name: plain(value) for name, value in found.items()}
 
 
@@ -398,33 +335,6 @@ class _Model:
             clips=self.clips,
             microbatches=self.microbatches,
         )
-
-
-def copied_module(module: nn.Module) -> nn.Module:
-    """Return a copy without its Trainer, which logs nothing."""
-    kept = [getattr(module, name, None) for name in ("_trainer", "_fabric")]
-    memo: dict[int, Any] = {id(one): None for one in kept if one is not None}
-    return copied(module, memo)
-
-
-def without_meta(module: nn.Module) -> None:
-    """Let parameters and buffers on the meta device be tensors on the CPU, the same ones under all their names."""
-    made: dict[int, nn.Parameter] = {}
-    for child in module.modules():
-        for name, param in child._parameters.items():
-            if param is not None and param.is_meta:
-                if id(param) not in made:
-                    values = torch.empty_like(param, device="cpu")
-                    made[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
-                child._parameters[name] = made[id(param)]
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                child._buffers[name] = torch.zeros_like(buffer, device="cpu")
-
-
-def on_cpu(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU, with zeros for a tensor on the meta device."""
-    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.to("cpu", copy=True)
 
 
 def _optimizers(module: nn.Module, make: Optimizers | None, imported: ImportedConfig | None) -> list[Optimizer]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_zero.boxes import Part
 from lightning_zero.comm.expert_groups import ExpertGroups
+from lightning_zero.comm.traffic import Traffic
 from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
@@ -46,11 +47,13 @@ class ExpertTraining:
     Args:
         groups: The process groups.
         device: Of this rank.
+        transport: The backend that pretended groups stand for; None: they are what they are.
     """
 
-    def __init__(self, groups: ExpertGroups, device: torch.device) -> None:
+    def __init__(self, groups: ExpertGroups, device: torch.device, transport: str | None = None) -> None:
         self.groups = groups
         self._device = device
+        self._transport = transport
 
     def undivided(self, module: nn.Module) -> list[str]:
         """Return the names of the experts, which a plan of tensor parallelism leaves whole.
@@ -91,9 +94,15 @@ class ExpertTraining:
                 _divided(module, done, f"and `expert_parallel={self.groups.size}` would divide them otherwise.")
             )
         done.ranks.move(self.groups.expert_group)
+        done.ranks.transport = self._transport
         show_parts(module.parameters())  # to the engine, until `show_wholes`
         data_ranks = self.groups.num_groups * self.groups.size
         return grid_of_experts(done.parts, self.groups.shard_group, data_ranks, around)
+
+    def count_calls(self, module: nn.Module, traffic: Traffic) -> None:
+        """Let exchanges be counted as calls of the engine that shards the module."""
+        done: _DividedModule = vars(module)[_KEY]
+        done.ranks.traffic = traffic
 
     def bind(self, module: nn.Module, engine: ZeroEngine) -> None:
         """Let the layers of a module meet before each exchange where its engine makes collectives."""

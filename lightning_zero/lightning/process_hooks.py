@@ -166,14 +166,14 @@ class ProcessHooks(ParallelStrategy):
         if self.tensor_parallel is not None:
             stages = 1 if self.pipeline is None else self.pipeline.stages
             groups = TensorGroups(self.tensor_parallel.size, timeout_s, stages)
-            self._tensor = TensorTraining(self.tensor_parallel, groups, self.root_device)
+            self._tensor = TensorTraining(self.tensor_parallel, groups, self.root_device, self.communication.backend)
             if self._mesh is not None:
                 self._mesh.data_group = groups.data_group
         if self.expert_parallel is not None:
             stages = 1 if self.pipeline is None else self.pipeline.stages
             tensor = 1 if self.tensor_parallel is None else self.tensor_parallel.size
             expert_groups = ExpertGroups(self.expert_parallel, timeout_s, stages, tensor)
-            self._experts = ExpertTraining(expert_groups, self.root_device)
+            self._experts = ExpertTraining(expert_groups, self.root_device, self.communication.backend)
         self._has_groups = True
 
     def on_exception(self, exception: BaseException) -> None:

@@ -36,7 +36,7 @@ from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.live_bytes import Moment
 from lightning_zero.forecast.rehearsal import LOSS_SCALE, count_states, host_apart, kinds_at, pretended_world
 from lightning_zero.forecast.simulation import Sample, Simulation
-from lightning_zero.lightning.estimate import (
+from lightning_zero.lightning.forecast_options import (
     Optimizers,
     accumulation_of,
     copied_module,
@@ -48,6 +48,7 @@ from lightning_zero.lightning.estimate import (
 )
 from lightning_zero.lightning.precision import ZeroStep
 from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.lightning.trials import trials_with_values
 from lightning_zero.trees import tree_map_only
 
 __all__ = ["simulate_step"]
@@ -107,7 +108,7 @@ def simulate_step(
     strategy.communication = replace(strategy.communication, backend="gloo" if accelerator == "cpu" else "nccl")
     counter = _Counter(rates or MachineRates(), node)
     told = _LastStep(counter, accumulate_grad_batches)
-    with pretended_world(world_size, rank), _quiet(), host_apart(counter), counter:
+    with pretended_world(world_size, rank), _quiet(), trials_with_values(counter), host_apart(counter), counter:
         model = _made(module, optimizer)
         batches = _Batches(_batch_of(model, batch), _NUM_STEPS * accumulate_grad_batches)
         try:
@@ -153,6 +154,8 @@ def simulate_step(
         memory=counter.samples,
         peak_bytes=peak.nbytes,
         at_peak=told.kinds,
+        device=told.device,
+        host=told.host,
         phase=peak.phase,
         module=peak.module,
         seconds=clock.now_s,
@@ -298,6 +301,8 @@ class _LastStep(Callback):
         self._steps_before = 0  # steps of optimizers before the step that is told
         self.peak: Moment | None = None
         self.kinds: dict[str, int] = {}
+        self.device: dict[str, int] = {}
+        self.host: dict[str, int] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for optimizer in trainer.optimizers:
@@ -323,6 +328,9 @@ class _LastStep(Callback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._counter.enter_phase("")
+        if self._counter.is_on:
+            stats = _engine(trainer).stats()
+            self.device, self.host = stats.memory, stats.host
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self._counter.enter_phase("step")

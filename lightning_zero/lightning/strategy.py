@@ -439,6 +439,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self._steps = steps.for_next_run() if isinstance(steps, PipelinedSteps) else None
         if self._experts is not None:
             self._experts.bind(module, engine)
+        for parallelism in self._cutting:
+            parallelism.count_calls(module, engine.internals.communicator.traffic)
         if is_fitting and self.offload is not None and self.offload.params is None:
             engine.internals.fits.keep_params_on_device()
         engine.internals.checkpoints.optimizers_follow = is_fitting

@@ -32,6 +32,7 @@ from torchmetrics import Metric
 
 from lightning_zero.comm.peers import failure_named, is_pretended
 from lightning_zero.comm.tensor_groups import TensorGroups
+from lightning_zero.comm.traffic import Traffic
 from lightning_zero.engine.buffers.part_parameter import show_as_whole, show_parts
 from lightning_zero.engine.runtime.accumulation_hooks import has_hooks_of_program
 from lightning_zero.grid import Grid
@@ -82,13 +83,17 @@ class TensorTraining:
         options: The option of the strategy.
         groups: The process groups.
         device: Of this rank.
+        transport: The backend that pretended groups stand for; None: they are what they are.
     """
 
-    def __init__(self, options: TensorParallel, groups: TensorGroups, device: torch.device) -> None:
+    def __init__(
+        self, options: TensorParallel, groups: TensorGroups, device: torch.device, transport: str | None = None
+    ) -> None:
         self.options = options
         self.groups = groups
         self.device_mesh = groups.device_mesh(device.type)
         self._device = device
+        self._transport = transport
         self._losses = GroupLosses(device)
 
     # -- Cutting -------------------------------------------------------------------------------------------------------
@@ -137,7 +142,7 @@ class TensorTraining:
                 " checkpoint."
             )
         _refuse_cut_inside(done.records, whole)
-        done.ranks.group = self.groups.tensor_group
+        done.ranks.group, done.ranks.transport = self.groups.tensor_group, self._transport
         done.ranks.on_indices = self._losses.add_indices
         done.ranks.runs_all_blocks = self.groups.size * self.groups.num_data_ranks == dist.get_world_size()
         show_parts(module.parameters())  # to the engine, until `show_wholes`
@@ -147,6 +152,10 @@ class TensorTraining:
             data_group=self.groups.data_group,
             data_ranks=self.groups.num_data_ranks,
         )
+
+    def count_calls(self, module: nn.Module, traffic: Traffic) -> None:
+        """Let calls of the tensor group be counted as those of the engine that shards the module."""
+        self.groups.traffic = self.ranks_of(module).traffic = traffic
 
     def show_wholes(self, module: nn.Module) -> None:
         """Let the parameters of a cut module be wholes to all code but its own forwards, once it is sharded.
@@ -193,7 +202,7 @@ class TensorTraining:
         before = RandomState(self._device)
         try:
             call = call_for_plan(module)  # all ranks read the batch, so data sets with states of their own stay equal
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 or is_pretended():
                 answer = self._plan(module, call, whole)
         except Exception as error:  # told to all ranks, which would wait for ever
             words = (
@@ -202,7 +211,7 @@ class TensorTraining:
             answer, cause = f"{words}{error}", error
         finally:
             before.restore()
-        answers: list[Any] = [answer] * dist.get_world_size()
+        answers: list[Any] = [answer] * dist.get_world_size()  # those of pretended ranks too
         if not is_pretended():
             with failure_named("gathering of plans of tensor parallelism"):
                 dist.all_gather_object(answers, answer)

@@ -27,6 +27,10 @@ Note [Padded rows]
     arrived are moved together, so zeros come behind the rows of all experts, where they count in nothing, as rows that
     were dropped do.
 
+Note [Pretended ranks]
+    In a forecast or a simulation there are no other ranks and no values, so nobody knows which experts tokens choose.
+    Rows are taken as spread evenly: those of this rank over all experts, and those of the others as well.
+
 Note [The same call]
     With the numbers of rows the ranks compare the call: the layer, the dtype of rows, whether there is a graph, whether
     a backward computes it again, and the room. Ranks that run different layers, or one of them without gradients, would
@@ -48,7 +52,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from lightning_zero.comm import direct
-from lightning_zero.comm.peers import told_error
+from lightning_zero.comm.peers import is_pretended, told_error
+from lightning_zero.comm.traffic import Traffic
 from lightning_zero.errors import CollectiveError
 from lightning_zero_ops import permute_tokens
 
@@ -71,6 +76,8 @@ class ExpertRanks:
     Attributes:
         rank: This rank in the group.
         size: Number of ranks.
+        traffic: Counts exchanges; that of the engine which shards the module.
+        transport: As in ``direct.is_direct``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, meet: Callable[[], None] = lambda: None) -> None:
@@ -78,6 +85,8 @@ class ExpertRanks:
         self.meet = meet
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.traffic = Traffic()
+        self.transport: str | None = None
         self._last: _Transfer | None = None  # that was started; see Note [On their way]
 
     def __deepcopy__(self, memo: Any) -> ExpertRanks:
@@ -102,45 +111,49 @@ class ExpertRanks:
         """Give all ranks the first one's values. Collective: all ranks of the group."""
         dist.broadcast(tensor, group=self.group, group_src=0)
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], what: str = "") -> Tensor:
         """Return the rows that the ranks have for this one, in rank order. Collective: all ranks of the engine.
 
         Args:
             rows: (sum of ``send``, ...).
             send: How many rows go to each rank.
             receive: How many come from each.
+            what: Name of the call, for errors.
 
         Raises:
             CollectiveError: A rank of the group did not come in time, or has failed.
         """
-        result, transfer = self.start(rows, send, receive)
+        result, transfer = self.start(rows, send, receive, what)
         transfer.wait()
         return result
 
-    def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, _Transfer]:
+    def start(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], what: str = ""
+    ) -> tuple[Tensor, _Transfer]:
         """Return the rows of ``exchange`` before they have arrived, and their transfer. Collective likewise."""
         self.settle()
         self.meet()
         rows = rows.detach().contiguous()
-        with self._named(len(rows)):
-            if direct.is_direct(rows, self.group):
+        what = what or f"exchange of {len(rows)} rows between experts"
+        sent_bytes = (len(rows) - send[self.rank]) * (rows.nbytes // max(len(rows), 1))
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        self.traffic.add("experts", what, sent_bytes, ranks=ranks, is_across=False)
+        with self._named(what):
+            if direct.is_direct(rows, self.group, self.transport):
                 result, works = direct.start_all_to_all(rows, send, receive, self.group)
             else:
                 result = rows.new_empty(sum(receive), *rows.shape[1:])
                 sizes = list(receive), list(send)
                 works = [dist.all_to_all_single(result, rows, *sizes, group=self.group, async_op=True)]
-        self._last = _Transfer(self, len(rows), works)
+        self._last = _Transfer(self, what, works)
         return result, self._last
 
     @contextmanager
-    def _named(self, num_rows: int) -> Iterator[None]:
+    def _named(self, what: str) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            start = (
-                f"Expert rank {self.rank} of {self.size} (rank {dist.get_rank()}): the exchange of {num_rows} rows"
-                " between experts failed"
-            )
+            start = f"Expert rank {self.rank} of {self.size} (rank {dist.get_rank()}): the {what} failed"
             if told := told_error():
                 raise CollectiveError(f"{start}.{told}") from None
             raise CollectiveError(
@@ -155,14 +168,14 @@ class _Transfer:
 
     Args:
         ranks: Make it.
-        num_rows: That this rank sends.
+        what: Name of the call.
         works: Its parts.
     """
 
-    def __init__(self, ranks: ExpertRanks, num_rows: int, works: Sequence[dist.Work]) -> None:
+    def __init__(self, ranks: ExpertRanks, what: str, works: Sequence[dist.Work]) -> None:
         self._ranks = ranks
-        self._num_rows = num_rows
-        self._works = works
+        self._what = what
+        self._works: Sequence[dist.Work] | None = works  # None: waited for
 
     def wait(self) -> None:
         """Wait, once: on a GPU the current stream does, and not the host.
@@ -170,10 +183,13 @@ class _Transfer:
         Raises:
             CollectiveError: A rank of the group did not come in time, or has failed.
         """
-        works, self._works = self._works, ()
-        with self._ranks._named(self._num_rows):
+        works, self._works = self._works, None
+        if works is None:
+            return
+        with self._ranks._named(self._what):
             for work in works:
                 work.wait()
+        self._ranks.traffic.end(self._what)
 
 
 # -- Rows of a layer ---------------------------------------------------------------------------------------------------
@@ -221,8 +237,10 @@ def send_rows(rows: Tensor, offsets: Tensor, *, ranks: ExpertRanks, layer: int, 
     """
     if isinstance(rows, FakeTensor):  # of another pipeline stage, whose shapes are asked for
         return _Unsent(rows, offsets[: len(offsets) // ranks.size])
+    if is_pretended():
+        offsets = _even(offsets, len(rows))
     mine = _message(rows, offsets, ranks=ranks, layer=layer, room=room)
-    theirs = ranks.exchange(mine, [1] * ranks.size, [1] * ranks.size)
+    theirs = _exchange_numbers(mine, ranks)
     if room is not None:
         return _send_padded(rows, (mine, theirs), ranks=ranks, room=room)
     sent, received = torch.stack([mine, theirs]).tolist()  # the one wait of the host
@@ -383,6 +401,19 @@ def _message(rows: Tensor, offsets: Tensor, *, ranks: ExpertRanks, layer: int, r
     # Numbers are filled in on the device: a copy of them from the host would wait for it.
     told = [counts.new_full((ranks.size, 1), number) for number in (call, -1 if room is None else room)]
     return torch.cat([*told, counts], 1)
+
+
+def _exchange_numbers(mine: Tensor, ranks: ExpertRanks) -> Tensor:
+    """Return the messages of all ranks for this one. Collective: all ranks of the engine."""
+    each = [1] * ranks.size
+    theirs = ranks.exchange(mine, each, each, "exchange of numbers of rows between experts")
+    return mine[ranks.rank].expand_as(mine) if is_pretended() else theirs
+
+
+def _even(offsets: Tensor, num_rows: int) -> Tensor:
+    """Return offsets of as many experts, which have the same number of rows each, or one more."""
+    ends = torch.arange(1, len(offsets) + 1, device=offsets.device) * num_rows // len(offsets)
+    return ends.to(offsets.dtype)
 
 
 def _call_in_words(call: int, room: int) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm import direct
+from lightning_zero.forecast.rehearsal import pretended_world
 from tests import worlds
 
 SHAPES = [(4, 6), (5,), (), (0, 3)]
@@ -73,3 +74,8 @@ def _all_to_all(rank: int, world: int) -> list[list[float]]:
 def test_rows_go_to_their_ranks(world: int) -> None:
     for rank, found in enumerate(worlds.run(_all_to_all, world)):
         assert found == [[float(peer), float(rank)] for peer in range(world) for _ in range((peer + rank) % 3)]
+
+
+def test_a_pretended_group_stands_for_another() -> None:
+    with pretended_world(2):
+        assert [direct.is_direct(torch.ones(1), None, name) for name in ("gloo", "nccl", None)] == [True, False, False]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.groups import Lent, borrow, lend
+from lightning_zero.forecast.rehearsal import pretended_world
 from tests.worlds import run
 
 
@@ -156,3 +157,10 @@ def test_groups_of_some_ranks_are_no_splits_of_all_which_wait_for_the_others() -
     *of_some, other = run(_bound, 3)
     assert of_some == [([None, None], torch.device("cuda", rank)) for rank in range(2)]
     assert other == ([], torch.device("cuda", 2))
+
+
+def test_a_pretended_rank_asks_no_other() -> None:
+    with pretended_world(4):
+        first, second = _User(), _User()
+        sets = [lend(user, "test", range(4), Lent) for user in (first, second)]
+        assert sets[0] is not sets[1]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.tensor_groups import TensorGroups
+from lightning_zero.forecast.rehearsal import pretended_world
 from tests.worlds import run
 
 
@@ -21,6 +22,7 @@ def _grid(rank: int, world: int, size: int) -> dict[str, Any]:
         "axes": {name: mesh[name].mesh.tolist() for name in mesh.mesh_dim_names or ()},
         "numbers": groups.gather_numbers(rank, 2**40 + rank),
         "object": groups.broadcast_object({"from": rank}),
+        "traffic": dict(groups.traffic.sent_bytes),
     }
 
 
@@ -37,7 +39,15 @@ def test_neighbouring_ranks_are_a_tensor_group(size: int) -> None:
             "axes": {"data_parallel": others, "tensor_parallel": neighbours},
             "numbers": [[one, 2**40 + one] for one in neighbours],
             "object": {"from": first},
+            "traffic": {"control": 16 * (size - 1)},
         }
+
+
+def test_pretended_ranks_have_the_same_numbers() -> None:
+    with pretended_world(4, rank=3):
+        groups = TensorGroups(2, 60.0)
+        assert groups.gather_numbers(5, 2**40) == [[5, 2**40]] * 2
+        assert dist.get_process_group_ranks(groups.tensor_group) == [2, 3]
 
 
 def _wrong_size(rank: int, world: int) -> str:

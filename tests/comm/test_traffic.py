@@ -31,6 +31,14 @@ def test_calls_are_counted_by_kind() -> None:
     assert (traffic.calls, traffic.sent_bytes, traffic.across_nodes) == ({}, {}, {})
 
 
+def test_a_call_ends_with_its_context() -> None:
+    traffic = Traffic()
+    written = traffic.ledger = Written()
+    with traffic.during("tensor", "a sum", 8, ranks=[0, 1]):
+        assert written.lines == [CollectiveCall("tensor", "a sum", 8, (0, 1))]
+    assert written.lines[1:] == ["a sum"]
+
+
 def _write_down(rank: int, world: int) -> list[Any]:
     communicator = Communicator(Communication(), torch.device("cpu"))
     part = communicator.among([0, 1], is_across=True)

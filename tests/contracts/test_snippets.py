@@ -24,6 +24,17 @@ import json
 import os
 os.environ.update(SLURM_NODEID="0", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="1")
 """,
+    "forecast": """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+module.layer = nn.Sequential(Block(), Block())
+""",
     "migrating": "from lightning_zero import Offload, ZeroEngine, ZeroStrategy",
     "offload": "import os; os.mkdir('scratch'); Module.forward = lambda self, x: self.layer(x)",
     "options": "from lightning_zero import *",

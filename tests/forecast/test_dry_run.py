@@ -98,3 +98,25 @@ def test_threads_are_as_before() -> None:
     with DryRun():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
+
+
+def test_everything_is_computed_while_it_is_suspended() -> None:
+    num_threads = torch.get_num_threads()
+    with DryRun() as counter:
+        large, whole = torch.full((MANY,), 3.0), torch.full((2**21,), 3)
+        live = counter.live
+        with counter.suspended():
+            assert torch.full((MANY,), 3.0).sum().item() == 3 * MANY
+            assert torch.get_num_threads() == num_threads
+            counter.write([large, whole])
+            assert 0 < large.mean().item() < 1
+            assert whole.sum().item() == 0
+        assert counter.live == live
+        assert torch.get_num_threads() == 1
+        assert torch.full((MANY,), 3.0)[0].item() == 0
+
+
+def test_memory_that_nobody_has_written_is_zero() -> None:
+    with DryRun():
+        made = [torch.empty(8), torch.empty_like(torch.ones(8)), torch.ones(8).new_empty(4), torch.empty(3).long()]
+        assert not any(bool(one.any()) for one in made)

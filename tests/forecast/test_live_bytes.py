@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import gc
+import threading
+from weakref import ref
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -90,3 +94,30 @@ def test_memory_from_before_is_not_counted() -> None:
         assert torch.tensor([1.0]).nbytes == 4
         kept = torch.tensor([1.0, 2.0])
         assert counter.live == before.nbytes + kept.nbytes
+
+
+def test_nothing_is_counted_while_it_is_suspended() -> None:
+    model = nn.Linear(8, 8)
+    with LiveBytes() as counter:
+        counter.name_modules(model)
+        with counter.suspended():
+            kept = torch.zeros(KIB)
+            thread = threading.Thread(target=model, args=(torch.ones(1, 8),))
+            thread.start()
+            thread.join()
+        assert counter.live == 0
+        again = kept * 2
+        assert counter.live == again.nbytes
+
+
+def test_modules_that_have_run_may_end() -> None:
+    with LiveBytes() as counter:
+        model = nn.Linear(KIB, KIB)
+        model(torch.ones(1, KIB))
+        end = ref(model)
+        del model
+        counter.reset_peak()
+        kept = torch.zeros(1)
+        gc.collect()
+        assert end() is None
+        assert counter.live == kept.nbytes

@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from lightning_zero import ActivationCheckpointing, LayerSpec, Offload, Pipeline, Sharding, TensorParallel, ZeroStrategy
+from lightning_zero import ActivationCheckpointing, LayerSpec, Offload, Pipeline, Sharding, ZeroStrategy
 from lightning_zero.forecast.settings import SettingForecast
 from lightning_zero.lightning.estimate import estimate_memory
 
@@ -245,8 +245,6 @@ def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
     ("strategy", "message"),
     [
         (ZeroStrategy(pipeline=Pipeline(stages=2)), "`pipeline` is not forecast yet"),
-        (ZeroStrategy(tensor_parallel=TensorParallel(size=2)), "`tensor_parallel` is not forecast yet"),
-        (ZeroStrategy(expert_parallel=2), "`expert_parallel` is not forecast yet"),
         (ZeroStrategy(offload=Offload(fraction="auto")), r"`Offload\(fraction='auto'\)` is not forecast"),
         (
             ZeroStrategy(activation_checkpointing=ActivationCheckpointing(policy="offload")),

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.comm.traffic import CollectiveCall
 from lightning_zero.errors import CollectiveError
+from lightning_zero.forecast.rehearsal import pretended_world
 from lightning_zero.moe.exchange import ExpertRanks, compute_on_ranks
 from lightning_zero_ops import grouped_linear
 from tests.simulated_device import SimulatedDevice
@@ -204,3 +207,44 @@ def _moved(rank: int, world: int) -> Tensor:
 def test_what_an_interrupted_run_has_left_is_not_waited_for_over_other_groups() -> None:
     for rows in run(_moved, 2):
         assert rows[:, 0].tolist() == [0.0, 1.0]
+
+
+def _counted(rank: int, world: int) -> list[CollectiveCall]:
+    ranks = ExpertRanks()
+    written: list[CollectiveCall] = []
+    ranks.traffic.ledger = Mock(add=written.append)
+    rows, offsets = _rows(rank, world)
+    compute_on_ranks(rows, offsets, compute=lambda arrived, ends: arrived, ranks=ranks, layer=0).sum().backward()
+    return written
+
+
+def test_exchanges_are_counted_with_the_bytes_to_other_ranks() -> None:
+    counts = torch.tensor(COUNTS[2]).view(2, 2, 2).sum(2)  # rows by rank and receiver
+    for rank, calls in enumerate(run(_counted, 2)):
+        there, back = int(counts[rank].sum()), int(counts[:, rank].sum())
+        sent, returned = int(counts[rank, 1 - rank]), int(counts[1 - rank, rank])
+        assert [(one.what, one.sent_bytes) for one in calls] == [
+            ("exchange of numbers of rows between experts", 8 * 4),  # two facts and two experts
+            *[
+                (f"exchange of {number} rows between experts", nbytes * H * 4)
+                for number, nbytes in ((there, sent), (back, returned), (there, sent), (back, returned))
+            ],
+        ]
+        assert {(one.kind, one.ranks) for one in calls} == {("experts", (0, 1))}
+
+
+@pytest.mark.parametrize("room", [None, 4])
+def test_rows_of_pretended_ranks_are_even(room: int | None) -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def compute(arrived: Tensor, ends: Tensor) -> Tensor:
+        seen.append((len(arrived), ends.tolist()))
+        return arrived * 2
+
+    with pretended_world(2, rank=1):
+        rows = torch.ones(11, H, requires_grad=True)
+        offsets = torch.tensor([11, 11, 11, 11], dtype=torch.int32)
+        result = compute_on_ranks(rows, offsets, compute=compute, ranks=ExpertRanks(), layer=0, room=room)
+        result.sum().backward()
+        assert result.shape == rows.shape
+    assert seen == [(12 if room is None else 16, [6, 12])]  # 5 or 6 rows of this rank, and as many of the other

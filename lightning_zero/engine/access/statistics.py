@@ -38,8 +38,8 @@ class EngineStats:
         host: Bytes of these kinds that are offloaded to host memory.
         disk: Bytes of these kinds that are offloaded to disks.
         traffic: Bytes this rank has sent since ``reset_stats``: ``all_gather``, ``reduce_scatter``, ``broadcast``
-            (buffers), ``control``. Sums of tensor groups, exchanges of experts and messages between pipeline stages are
-            not counted, here and in ``wait_s``.
+            (buffers), ``control``; ``tensor`` (activations of a tensor group, but for those of compiled code) and
+            ``experts`` (their exchanges) are not in ``wait_s``. Messages between pipeline stages are not counted.
         across_nodes: Those of them that were sent by calls over nodes, where ``stage`` has a scope of a node; else
             nothing is known, and they are zero.
         calls: Number of calls of each of these.

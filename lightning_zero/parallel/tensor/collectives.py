@@ -18,7 +18,7 @@ parallelism (arXiv:2205.05198, section 4.2.2).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_zero.comm import direct
 from lightning_zero.comm.peers import told_error
+from lightning_zero.comm.traffic import Traffic
 from lightning_zero.errors import CollectiveError
 
 __all__ = [
@@ -72,12 +73,21 @@ class Ranks(Protocol):
 class ProcessGroupRanks:
     """Ranks of a process group. Copies of a module share it. Tensors without values are not sent.
 
+    Args:
+        group: The ranks; all when None.
+
+    Attributes:
+        traffic: Counts the calls, but for those of compiled code; that of the engine which shards the module.
+        transport: As in ``direct.is_direct``.
+
     Raises:
         CollectiveError: A rank of the group did not come in time, or has failed; from every method.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
+        self.traffic = Traffic()
+        self.transport: str | None = None
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.on_indices: Callable[[Tensor], None] | None = None
@@ -91,8 +101,9 @@ class ProcessGroupRanks:
         """Return the sum, or the maximum, over the ranks in a new tensor."""
         if isinstance(tensor, FakeTensor):
             return tensor.detach().clone(memory_format=torch.contiguous_format)
-        with self._named("sum" if not maximum else "maximum", tensor):
-            if direct.is_direct(tensor, self.group):
+        sent_bytes = 2 * tensor.nbytes * (self.size - 1) // self.size
+        with self._called("sum" if not maximum else "maximum", tensor, sent_bytes):
+            if direct.is_direct(tensor, self.group, self.transport):
                 return direct.all_reduce(tensor, self.group, maximum=maximum)
             result = tensor.detach().clone(memory_format=torch.contiguous_format)
             dist.all_reduce(result, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self.group)
@@ -103,8 +114,8 @@ class ProcessGroupRanks:
         tensor = tensor.detach().contiguous()
         if isinstance(tensor, FakeTensor):
             return [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._named("gather", tensor):
-            if direct.is_direct(tensor, self.group):
+        with self._called("gather", tensor, tensor.nbytes * (self.size - 1)):
+            if direct.is_direct(tensor, self.group, self.transport):
                 return direct.all_gather(tensor, self.group)
             results = [torch.empty_like(tensor) for _ in range(self.size)]
             dist.all_gather(results, tensor, group=self.group)
@@ -115,12 +126,25 @@ class ProcessGroupRanks:
         shards = [shard.contiguous() for shard in tensor.detach().chunk(self.size, dim)]
         if isinstance(tensor, FakeTensor):
             return torch.empty_like(shards[self.rank])
-        with self._named("reduce-scatter", tensor):
-            if direct.is_direct(tensor, self.group):
+        with self._called("reduce-scatter", tensor, shards[self.rank].nbytes * (self.size - 1)):
+            if direct.is_direct(tensor, self.group, self.transport):
                 return direct.reduce_scatter(shards, self.group)
             result = torch.empty_like(shards[self.rank])
             dist.reduce_scatter(result, shards, group=self.group)
             return result
+
+    def _called(self, operation: str, tensor: Tensor, sent_bytes: int) -> AbstractContextManager[None]:
+        """Count a call, unless it is being compiled, and name it in errors."""
+        if torch.compiler.is_compiling():
+            return self._named(operation, tensor)
+        return self._counted(operation, tensor, sent_bytes)
+
+    @contextmanager
+    def _counted(self, operation: str, tensor: Tensor, sent_bytes: int) -> Iterator[None]:
+        what = f"{operation} of activations of shape {tuple(tensor.shape)}"
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        with self._named(operation, tensor), self.traffic.during("tensor", what, sent_bytes, ranks=ranks):
+            yield
 
     @contextmanager
     def _named(self, operation: str, tensor: Tensor) -> Iterator[None]:

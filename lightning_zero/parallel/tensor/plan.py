@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_zero.errors import nearest
@@ -112,6 +112,20 @@ class TensorPlan:
     def patterns(self) -> list[str]:
         """All name patterns."""
         return [*self.rules, *self.divided, *self.arguments, *self.sequence]
+
+    @property
+    def as_yaml(self) -> dict[str, Any]:
+        """The plan as in YAML: its rules alone if it has no other table."""
+        rules = {pattern: _to_yaml(rule) for pattern, rule in self.rules.items()}
+        tables: dict[str, Any] = {
+            "divided": {pattern: list(names) for pattern, names in self.divided.items()},
+            "arguments": {
+                pattern: {key: asdict(rule) for key, rule in given.items()} for pattern, given in self.arguments.items()
+            },
+            "sequence": {pattern: dict(given) for pattern, given in self.sequence.items()},
+        }
+        tables = {name: table for name, table in tables.items() if table}
+        return {"rules": rules, **tables} if tables else rules
 
     def within(self, prefix: str) -> TensorPlan:
         """Return the part of the plan that is about a module, with names relative to it.
@@ -240,6 +254,15 @@ def _checked_rule(pattern: str, rule: Any) -> Rule:
     if isinstance(rule, str):
         raise ValueError(f"`TensorPlan` has `{pattern}: {rule!r}`.{nearest(rule, WORDS)} {_RULE_USE}")
     raise TypeError(f"`TensorPlan` has `{pattern}: {rule!r}`. {_RULE_USE}")
+
+
+def _to_yaml(rule: Rule) -> Any:
+    if isinstance(rule, str):
+        return rule
+    sections = rule.sections if isinstance(rule.sections, int) else list(rule.sections)
+    if isinstance(rule, Packed):
+        return {"packed": sections}
+    return {"cut": rule.dim if sections == 1 else {"dim": rule.dim, "sections": sections}}
 
 
 def _from_yaml(rule: dict[str, Any]) -> Any:

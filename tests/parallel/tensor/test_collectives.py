@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero.comm.traffic import CollectiveCall
 from lightning_zero.parallel.tensor import collectives
 from lightning_zero.parallel.tensor.collectives import ProcessGroupRanks
 from lightning_zero.parallel.tensor.threads import ThreadRanks, run_threads
@@ -47,6 +49,31 @@ def _call(ranks: Any, name: str, dim: int) -> tuple[Tensor, Tensor | None, Tenso
 def _over_gloo(rank: int, world: int) -> list[tuple[Tensor, Tensor | None]]:
     ranks = ProcessGroupRanks()
     return [_call(ranks, name, dim)[:2] for name in FUNCTIONS for dim in (0, 1)]
+
+
+def _counted(rank: int, world: int) -> dict[str, Any]:
+    ranks = ProcessGroupRanks()
+    written: list[CollectiveCall] = []
+    ranks.traffic.ledger = Mock(add=written.append)
+    ranks.all_reduce(torch.ones(4, 3))
+    ranks.all_reduce(torch.ones(4), maximum=True)
+    ranks.all_gather(torch.ones(2, 3))
+    ranks.reduce_scatter(torch.ones(8, 3), 0)
+    return {one.what: (one.sent_bytes, one.ranks) for one in written} | {"tensor": ranks.traffic.sent_bytes["tensor"]}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_calls_are_counted_with_their_bytes_and_ranks(world: int) -> None:
+    everyone = tuple(range(world))
+    share = world - 1
+    expected = {
+        "sum of activations of shape (4, 3)": (2 * 48 * share // world, everyone),
+        "maximum of activations of shape (4,)": (2 * 16 * share // world, everyone),
+        "gather of activations of shape (2, 3)": (24 * share, everyone),
+        "reduce-scatter of activations of shape (8, 3)": (96 // world * share, everyone),
+    }
+    for found in run(_counted, world):
+        assert found == {**expected, "tensor": sum(sent for sent, _ in expected.values())}
 
 
 def test_every_collective_has_its_mirror_in_the_backward() -> None:

@@ -72,6 +72,18 @@ def test_wrong_plans_are_refused(make: Any, error: type[Exception], message: str
         make()
 
 
+def test_a_plan_as_in_yaml_is_the_same_plan() -> None:
+    rules: Any = {"q": "column", "qkv": Packed([4, 2, 2]), "gate": Packed(2), "up": Cut(-2), "both": Cut(1, [2, 6])}
+    assert TensorParallel(plan=yaml.safe_load(yaml.safe_dump(TensorPlan(rules).as_yaml))).plan == TensorPlan(rules)
+    plan = TensorPlan(
+        rules,
+        divided={"attn": ["heads"]},
+        arguments={"": {"alibi": CutArgument(1, 8), 0: CutArgument(0, 4)}},
+        sequence={"layers.*": {0: "scatter"}},
+    )
+    assert TensorParallel(plan=yaml.safe_load(yaml.safe_dump(plan.as_yaml))).plan == plan
+
+
 def test_a_plan_within_a_block_and_under_a_name_are_inverse() -> None:
     plan = TensorPlan({"attn.q": "column"}, divided={"attn": ["heads"]}, arguments={"": {0: CutArgument(1, 8)}})
     assert plan.under("model.layers.*").within("model.layers.3") == plan

@@ -1,0 +1,136 @@
+"""The options and modules that forecasts and simulations take."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.lightning.precision import ZeroHalfPrecision, ZeroMixedPrecision, ZeroPrecision, ZeroStep
+from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.parallel.module_copies import copied
+
+__all__ = [
+    "Optimizers",
+    "accumulation_of",
+    "copied_module",
+    "new_precision",
+    "on_cpu",
+    "precision_of",
+    "refuse_unforecast",
+    "without_meta",
+]
+
+_PRECISIONS: dict[str, Callable[[], ZeroStep]] = {
+    "32-true": ZeroPrecision,
+    "bf16-mixed": partial(ZeroMixedPrecision, "bf16-mixed", "cpu"),
+    "bf16-true": partial(ZeroHalfPrecision, "bf16-true"),
+    "16-mixed": partial(ZeroMixedPrecision, "16-mixed", "cpu"),
+    "16-true": partial(ZeroHalfPrecision, "16-true"),
+}
+
+Optimizers = Callable[[Iterator[nn.Parameter]], Optimizer]
+
+
+def precision_of(given: str | None, strategy: ZeroStrategy, accelerator: str) -> str:
+    """Return the name of the precision that a Trainer would have, by default the strategy's.
+
+    Raises:
+        ValueError: It is not forecast, or a configuration of DeepSpeed says another one.
+    """
+    name = str(given or strategy.precision_plugin.precision)
+    name = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(name, name)
+    if name not in _PRECISIONS:
+        raise ValueError(f"`precision={name!r}` is not forecast yet. Use {', '.join(map(repr, _PRECISIONS))}.")
+    on_cpu = accelerator == "cpu"
+    if name == "16-mixed" and on_cpu:
+        name = "bf16-mixed"  # as in Lightning
+    if strategy.imported is not None:
+        imported = copy.deepcopy(strategy.imported)  # takes notes for its table
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            name = str(imported.precision(new_precision(name), on_cpu=on_cpu).precision)
+    return name
+
+
+def new_precision(name: str) -> ZeroStep:
+    """Return a new plugin, which computes on a CPU."""
+    return _PRECISIONS[name]()
+
+
+def accumulation_of(given: int, strategy: ZeroStrategy, world_size: int) -> int:
+    """Return the number of micro-batches of a step: those of a configuration of DeepSpeed, if it says it.
+
+    Raises:
+        ValueError: Another number is given.
+    """
+    wanted = None if strategy.imported is None else strategy.imported.plan.batch.accumulation_on(world_size)
+    if wanted is None or wanted == given:
+        return given
+    if given != 1:
+        raise ValueError(
+            f"The configuration of DeepSpeed accumulates {wanted} batches, and `accumulate_grad_batches={given}`"
+            f' differs. Leave it out, or say "auto" for `gradient_accumulation_steps` and `train_batch_size`.'
+        )
+    return wanted
+
+
+def refuse_unforecast(
+    strategy: ZeroStrategy, *, world_size: int, accelerator: str, verb: str = "forecast", noun: str = "forecast"
+) -> None:
+    """Refuse options that are not forecast, or not simulated.
+
+    Raises:
+        ValueError: There is one.
+    """
+    offload, checkpointing = strategy.offload, strategy.activation_checkpointing
+    policy = "full" if checkpointing is None else checkpointing.policy
+    refused = {
+        "`pipeline`": strategy.pipeline is not None and strategy.pipeline.stages > 1,
+        "`offload` to disks with `tensor_parallel` or `expert_parallel`": offload is not None
+        and offload.uses_disks
+        and not (strategy.tensor_parallel is None and strategy.expert_parallel is None),
+        "`Offload(fraction='auto')`": offload is not None and offload.fraction == "auto",
+        "`Offload(step_device='cuda')`": offload is not None and offload.step_device == "cuda",
+        f"`ActivationCheckpointing(policy={policy!r})`": policy not in ("full", "selective"),
+    }
+    for option, is_used in refused.items():
+        if is_used:
+            raise ValueError(f"{option} is not {verb} yet. Leave it out, or change it for the {noun}.")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"`world_size={world_size!r}` must be a number of ranks, 1 or more.")
+    if accelerator not in ("gpu", "cuda", "cpu"):
+        raise ValueError(f"`accelerator={accelerator!r}` is not known. Use 'gpu' or 'cpu'.")
+
+
+def copied_module(module: nn.Module) -> nn.Module:
+    """Return a copy without its Trainer, which logs nothing."""
+    kept = [getattr(module, name, None) for name in ("_trainer", "_fabric")]
+    memo: dict[int, Any] = {id(one): None for one in kept if one is not None}
+    return copied(module, memo)
+
+
+def without_meta(module: nn.Module) -> None:
+    """Let parameters and buffers on the meta device be tensors on the CPU, the same ones under all their names."""
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, param in child._parameters.items():
+            if param is not None and param.is_meta:
+                if id(param) not in made:
+                    values = torch.empty_like(param, device="cpu")
+                    made[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
+                child._parameters[name] = made[id(param)]
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[name] = torch.zeros_like(buffer, device="cpu")
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU, with zeros for a tensor on the meta device."""
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.to("cpu", copy=True)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import Offload, ZeroStrategy
+from lightning_zero.lightning.forecast_options import on_cpu, precision_of, refuse_unforecast, without_meta
+
+
+def test_short_names_of_precisions_are_known() -> None:
+    assert [precision_of(one, ZeroStrategy(), "gpu") for one in ("32", "bf16", "bf16-true", None)] == [
+        "32-true", "bf16-mixed", "bf16-true", "32-true",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="`precision='64-true'` is not forecast yet. Use '32-true', 'bf16-mixed'"):
+        precision_of("64-true", ZeroStrategy(), "gpu")
+
+
+def test_options_are_refused_in_the_words_of_the_caller() -> None:
+    strategy = ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp"), tensor_parallel=2)
+    message = "`offload` to disks with `tensor_parallel` or `expert_parallel` is not simulated yet. Leave it out"
+    with pytest.raises(ValueError, match=message):
+        refuse_unforecast(strategy, world_size=2, accelerator="cpu", verb="simulated", noun="simulation")
+    refuse_unforecast(ZeroStrategy(tensor_parallel=2, expert_parallel=2), world_size=4, accelerator="cpu")
+
+
+def test_tensors_without_values_become_ordinary_ones() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    module[0].bias = module[1].bias  # type: ignore[assignment]
+    without_meta(module)
+    assert {one.device.type for one in (*module.parameters(), *module.buffers())} == {"cpu"}
+    assert module[0].bias is module[1].bias
+    assert torch.equal(on_cpu(torch.ones(2, device="meta")), torch.zeros(2))
