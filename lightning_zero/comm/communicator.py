@@ -249,11 +249,16 @@ class Communicator:
             return
         transport = backend_for(self._process_group, self.device)
         self._backend = self._config.backend or transport
-        kind = transport if transport == "fake" else self._backend
+        kind = transport if is_pretended() else self._backend
         self._groups = borrow(self, self._own_ranks, kind, self.timeout_s)
         self._loan = self._groups.loan
         if lets_device_wait(self.device, self._backend):
             self.waits = Waits(self.device, [self._groups.gather, self._groups.reduce])
+
+    @property
+    def _has_no_peers(self) -> bool:
+        """Whether the other ranks are pretended."""
+        return bool(dist.get_backend(self.object_group) == "fake")
 
     @property
     def _gather_group(self) -> Any:
@@ -434,6 +439,7 @@ class Communicator:
     def receive(self, tensor: torch.Tensor, peer: int, what: str) -> None:
         """Overwrite ``tensor`` with one from another rank; returns when it is there."""
         staged = tensor.cpu() if self._backend == "gloo" else tensor
+        self.traffic.expect(f"receiving of {what}", ranks=[self._own_ranks[peer], self._own_ranks[self.rank]])
         with self._waiting(f"receiving of {what}", self._reduce_group):
             dist.recv(staged, group=self._reduce_group, group_src=peer)
         if staged is not tensor:
@@ -551,7 +557,7 @@ class Communicator:
         Raises:
             CollectiveError: A peer did not come in time, or came for another call.
         """
-        if self.world_size == 1 or is_pretended():
+        if self.world_size == 1 or self._has_no_peers:
             return [value] * self.world_size
         found: list[Any] = [None] * self.world_size
         # Over a group that is given, a thread saves: nothing of the step waits for it.

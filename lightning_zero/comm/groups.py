@@ -201,7 +201,7 @@ def borrow(user: Any, ranks: Sequence[int], backend: str, timeout_s: float) -> G
     numbers = count()  # of the sets of a pool, which keeps the first `make`
 
     def make() -> GroupSet:
-        number, on_host = next(numbers), "fake" if backend == "fake" else "gloo"
+        number, on_host = next(numbers), backend if is_pretended() else "gloo"
 
         def group(kind: str, use: str) -> Any:
             if is_part and kind == "gloo":

@@ -6,7 +6,8 @@ one copy, which send activations, are far apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm.groups import Lent, lend
 from lightning_zero.comm.peers import told_error
+from lightning_zero.comm.traffic import Traffic
 from lightning_zero.errors import CollectiveError
 
 __all__ = ["Mesh"]
@@ -53,6 +55,8 @@ class Mesh:
         self.stage_group = self._groups.stage  # the ranks of this copy, one per stage
         self.message_group = self._groups.message  # the same, for activations and their gradients
         self._host_group = self._groups.host  # the same, for objects
+        # - Cost
+        self.traffic = Traffic()  # of these calls, and of messages between stages
 
     # -- Messages between the stages of a copy -------------------------------------------------------------------------
 
@@ -67,23 +71,36 @@ class Mesh:
             CollectiveError: Another stage has failed or did not come in time.
         """
         everyone: list[Any] = [None] * self.stages
-        with self._naming(what):
+        with self._counted(what, partial(_nbytes_of, value)):
             dist.all_gather_object(everyone, value, group=self._host_group)
         return everyone
 
     def gather_numbers(self, numbers: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return the tensors of all stages, which lie in host memory and have one shape; otherwise as ``gather``."""
         everyone = [torch.empty_like(numbers) for _ in range(self.stages)]
-        with self._naming(what):
+        with self._counted(what, lambda: numbers.nbytes):
             dist.all_gather(everyone, numbers, group=self._host_group)
         return everyone
 
     def broadcast(self, value: Any, stage: int, what: str) -> Any:
         """Return the object of one stage; otherwise as ``gather``."""
         values = [value]
-        with self._naming(what):
+        with self._counted(what, partial(_nbytes_of, value if stage == self.stage else None)):
             dist.broadcast_object_list(values, group=self._host_group, group_src=stage)
         return values[0]
+
+    @contextmanager
+    def _counted(self, what: str, nbytes: Callable[[], int]) -> Iterator[None]:
+        """Write a call down, and name it in errors; ``nbytes`` returns how many this stage sends."""
+        if self.traffic.ledger is not None:
+            self.traffic.add("control", what, nbytes(), ranks=self.ranks_of(), is_across=False)
+        with self._naming(what):
+            yield
+        self.traffic.end(what)
+
+    def ranks_of(self, *stages: int) -> list[int]:
+        """Return the ranks of some stages of this copy, by default of all."""
+        return [stage * self.copies + self.copy for stage in stages or range(self.stages)]
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -107,7 +124,7 @@ class Mesh:
         if isinstance(reason, str):
             return CollectiveError(f"{start}: {reason}")
         others = [stage for stage in range(self.stages) if stage != self.stage] if peer is None else [peer]
-        names = " or ".join(f"stage {stage} (rank {stage * self.copies + self.copy})" for stage in others)
+        names = " or ".join(f"stage {stage} (rank {self.ranks_of(stage)[0]})" for stage in others)
         return CollectiveError(
             f"{start}: {names} has stopped, was ended from outside (killed, out of memory), or was slower than"
             f" `timeout`. The first error of the other ranks says more. The transport says: {reason}"
@@ -127,9 +144,13 @@ class _MeshGroups(Lent):
         of_stages = [[stage * copies + copy for copy in range(copies)] for stage in range(stages)]
         of_copies = [[stage * copies + copy for stage in range(stages)] for copy in range(copies)]
         self.copy = self._along(of_stages)
-        self.stage = self._along(of_copies)
-        self.message = self._along(of_copies)
-        self.host = self._along(of_copies, "gloo")
+        self.stage = self._between(of_copies)
+        self.message = self._between(of_copies)
+        self.host = self._between(of_copies, "gloo")
+
+    def _between(self, copies: list[list[int]], backend: str | None = None) -> Any:
+        """Make one group per copy, of its stages, and return this rank's; simulations replace it."""
+        return self._along(copies, backend)
 
     def _along(self, lines: list[list[int]], backend: str | None = None) -> Any:
         """Make one group per line of the grid and return this rank's."""
@@ -140,3 +161,8 @@ class _MeshGroups(Lent):
             if rank in ranks:
                 mine = group
         return mine
+
+
+def _nbytes_of(value: Any) -> int:
+    """Return the bytes of an object as it is sent."""
+    return len(pickle.dumps(value))

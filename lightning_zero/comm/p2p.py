@@ -41,6 +41,7 @@ class PendingReceive:
             CollectiveError: The sender failed or did not send in time.
         """
         self._mailbox.finish(self._peer, self._call, self._work)
+        self._mailbox.traffic.end(f"receiving of {self._call.what}")
         flat = self._buffer.to(self._mailbox.device)
         shaped = flat.view(self._shape) if layout is None else flat.as_strided(self._shape, layout)
         return shaped.data  # no view: autograd refuses writes into views that were made without gradients
@@ -62,6 +63,7 @@ class P2P:
         self.device = device
         self.sent_bytes = 0
         self.wait_s = 0.0
+        self.traffic = mesh.traffic
         self._mesh = mesh
         self._group = mesh.message_group
         backend = backend_for(self._group, device)
@@ -83,6 +85,8 @@ class P2P:
         host = _flat(tensor.detach().resolve_conj().resolve_neg(), layout)
         host = host.cpu() if self._is_gloo else host
         self._refuse_failed()
+        ranks = self._mesh.ranks_of(self._mesh.stage, peer)
+        self.traffic.add("messages", f"sending of {what}", host.nbytes, ranks=ranks, is_across=False)
         try:
             work = dist.isend(as_bytes(host), group=self._group, group_dst=peer, tag=self._tag("send", peer))
         except (RuntimeError, ValueError) as error:
@@ -94,6 +98,7 @@ class P2P:
         """Start receiving."""
         buffer = torch.empty(math.prod(shape), dtype=dtype, device="cpu" if self._is_gloo else self.device)
         self._refuse_failed()
+        self.traffic.expect(f"receiving of {what}", ranks=self._mesh.ranks_of(peer, self._mesh.stage))
         try:
             work = dist.irecv(as_bytes(buffer), group=self._group, group_src=peer, tag=self._tag("receive", peer))
         except (RuntimeError, ValueError) as error:
@@ -106,6 +111,7 @@ class P2P:
         """Return when everything has been sent."""
         for peer, call, work, _ in self._outgoing:
             self.finish(peer, call, work)
+            self.traffic.end(f"sending of {call.what}")
         self._outgoing.clear()
 
     def finish(self, peer: int, call: Call, work: Any) -> None:

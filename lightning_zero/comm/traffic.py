@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["CollectiveCall", "Ledger", "Traffic"]
+__all__ = ["RECEIVE", "CollectiveCall", "Ledger", "Traffic"]
+
+RECEIVE = "receive"  # kind of a call that sends nothing
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class Ledger(Protocol):
         """Take note that the program has waited for a call with this name; of several the first made."""
 
 
+class _Book:
+    """The ledger of the traffic of several objects."""
+
+    ledger: Ledger | None = None
+
+
 class Traffic:
     """Calls and bytes since the last reset, of a communicator and its parts."""
 
@@ -45,7 +53,20 @@ class Traffic:
         self.sent_bytes: Counter[str] = Counter()
         self.across_nodes: Counter[str] = Counter()  # those of them that go to other nodes, as far as that is known
         self.calls: Counter[str] = Counter()
-        self.ledger: Ledger | None = None
+        self._book = _Book()
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where calls are written down."""
+        return self._book.ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger | None) -> None:
+        self._book.ledger = ledger
+
+    def share_ledger(self, other: Traffic) -> None:
+        """Write calls from now on where ``other`` writes them; the counts stay apart."""
+        self._book = other._book
 
     def add(self, kind: str, what: str, sent_bytes: int, *, ranks: Sequence[int], is_across: bool) -> None:
         """Count a call, see ``CollectiveCall``; ``is_across`` says that all peers are on other nodes."""
@@ -55,6 +76,11 @@ class Traffic:
         self.calls[kind] += 1
         if self.ledger is not None:
             self.ledger.add(CollectiveCall(kind, what, sent_bytes, tuple(ranks)))
+
+    def expect(self, what: str, *, ranks: Sequence[int]) -> None:
+        """Write down that a message is received, which counts as its sender's; ``ranks`` are the two of them."""
+        if self.ledger is not None:
+            self.ledger.add(CollectiveCall(RECEIVE, what, 0, tuple(ranks)))
 
     def end(self, what: str) -> None:
         """Take note that a call has ended."""

@@ -180,6 +180,8 @@ class ShardedModule:
         if holders is not None and parts is not None:
             self.parts = self._take_part(module, PipelinePeers(parts, dict(module.named_parameters()), holders), grid)
             self.world_communicator = Communicator(options.communication, device)
+            for one in (parts, self.world_communicator):
+                one.traffic.share_ledger(self.communicator.traffic)
         # - Memory
         absent = [] if param_index.remote_params is None else param_index.remote_params.params
         territories = choose_territories(module, options.units, {id(param) for param in absent})

@@ -38,7 +38,7 @@ from lightning_zero.forecast.pretended_disks import PretendedDisks
 from lightning_zero_ops import chunks
 from lightning_zero_ops.grouped import empty_grouped_mm
 
-__all__ = ["DryRun"]
+__all__ = ["DryRun", "has_values"]
 
 _SMALL, _SMALL_INTEGERS = 2**10, 2**20  # elements of a tensor that is computed, with and without fractions
 _aten = torch.ops.aten
@@ -249,6 +249,11 @@ def _multiply_finite(gradients: WholeGradients, *args: Any, _multiply: Any = Who
     """Multiply gradients, which are finite."""
     _multiply(gradients, *args)
     return True
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Say whether a tensor is one of those that are computed."""
+    return _is_small(tensor.numel(), tensor.dtype)
 
 
 def _is_small(numel: int, dtype: torch.dtype) -> bool:

@@ -46,7 +46,7 @@ def _row(one: SettingForecast, memory: int | None, unit: int) -> list[str]:
     engine = [parts[kind] for kind in ("parameters", "gradients", "optimizer")]
     other = sum(parts.get(kind, 0) for kind in ("gathered", "workspace", "buffers"))
     sizes = [_size(nbytes, unit) for nbytes in (*engine, parts.get("activations", 0), other, one.peak_bytes)]
-    row = [">" if one.is_own else "", str(one.setting), *sizes, f"{one.phase} {one.module}".strip()]
+    row = [">" if one.is_own else "", str(one.setting), *sizes, _place(one)]
     row += [_size(nbytes, unit) for nbytes in (sum(one.host.values()), sum(one.disk.values()), one.sent_bytes)]
     row.append("-" if one.sent_across_nodes is None else _size(one.sent_across_nodes, unit))
     return row if memory is None else [*row, "yes" if one.peak_bytes <= memory else "no"]
@@ -54,6 +54,12 @@ def _row(one: SettingForecast, memory: int | None, unit: int) -> list[str]:
 
 def _without(place: int, row: list[str]) -> list[str]:
     return [*row[:place], *row[place + 1 :]]
+
+
+def _place(one: SettingForecast) -> str:
+    """Return where the peak is: the part of the step, the module, and the stage of a pipeline."""
+    stage = "" if one.pipeline_stage is None else f" (pipeline stage {one.pipeline_stage})"
+    return f"{one.phase} {one.module}{stage}".strip()
 
 
 def _unit(forecast: MemoryForecast) -> str:

@@ -13,7 +13,9 @@ from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.parallel.tensor.plan import TensorPlan
 from lightning_zero.sharding import Sharding
 
-__all__ = ["MemoryForecast", "Setting", "SettingForecast", "plain"]
+__all__ = ["PERSISTENT", "MemoryForecast", "Setting", "SettingForecast", "plain"]
+
+PERSISTENT = ("parameters", "gradients", "optimizer")  # kinds of bytes that stay through a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,8 @@ class SettingForecast:
         module: The innermost module that ran then, or whose backward did.
         sent_bytes: Bytes that a rank sends per step.
         sent_across_nodes: Those of them that are sent by calls between nodes; None where no scope of a node says which.
+        pipeline_stage: The stage that all these are of, the one with the highest peak; None without a pipeline.
+        peak_by_stage: The peaks of all stages of a pipeline.
     """
 
     setting: Setting
@@ -114,6 +118,8 @@ class SettingForecast:
     module: str
     sent_bytes: int
     sent_across_nodes: int | None
+    pipeline_stage: int | None = None
+    peak_by_stage: Sequence[int] = ()
 
     @property
     def persistent_bytes(self) -> int:

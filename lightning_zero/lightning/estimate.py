@@ -39,6 +39,7 @@ from lightning_zero.lightning.precision import (
     ZeroStep,
     engine_precision,
 )
+from lightning_zero.lightning.stage_forecast import forecast_stages
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.lightning.trials import planned_once
 from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
@@ -110,6 +111,11 @@ def estimate_memory(
     name = precision_of(precision, strategy, accelerator)
     plugin = new_precision(name)
     imported = strategy.imported
+    if imported is not None and (_has_axes(strategy) or strategy.pipeline is not None):
+        raise ValueError(
+            "A strategy of `ZeroStrategy.from_deepspeed` with `pipeline`, `tensor_parallel` or `expert_parallel` is not"
+            " forecast yet. Simulate it, or write its options down as those of `ZeroStrategy`."
+        )
     accumulate_grad_batches = accumulation_of(accumulate_grad_batches, strategy, world_size)
     model = _Model(
         module=module,
@@ -123,6 +129,23 @@ def estimate_memory(
     )
     engines = _Engines(strategy, plugin, accelerator, ranks_per_node)
     own = _own(strategy)
+    if strategy.pipeline is not None:
+        if loss is not None:
+            raise ValueError("`loss` is not forecast with `pipeline`, whose stages run `training_step`. Leave it out.")
+        rows = forecast_stages(
+            module,
+            strategy,
+            _settings(strategy, model, world_size=world_size, side_by_side=side_by_side),
+            world_size=world_size,
+            ranks_per_node=ranks_per_node,
+            accumulate_grad_batches=accumulate_grad_batches,
+            precision=name,
+            accelerator=accelerator,
+            batch=batch,
+            optimizer=optimizer,
+            gradient_clip_val=1.0 if model.clips else None,
+        )
+        return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy))
     rehearsed: Any = partial(_rehearsed, engines=engines, world_size=world_size, known={})
     if _has_axes(strategy):
         rehearsed = partial(
@@ -244,6 +267,8 @@ def _base(strategy: ZeroStrategy) -> dict[str, Any]:
     tensor = strategy.tensor_parallel
     if tensor is not None:
         found["tensor_parallel"] = {"size": tensor.size, **plain(tensor)}
+    if strategy.pipeline is not None:
+        found["pipeline"] = {"stages": strategy.pipeline.stages, **plain(strategy.pipeline)}
     return {name: plain(value) for name, value in found.items()}
 
 

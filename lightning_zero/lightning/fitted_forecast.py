@@ -61,11 +61,6 @@ def rehearse_fit(
     """
     if setting.sharding.uses_launcher and ranks_per_node is None:
         raise ValueError(f"`{setting.sharding}`: say how many ranks a node has, with `ranks_per_node=8`.")
-    if strategy.imported is not None:
-        raise ValueError(
-            "A strategy of `ZeroStrategy.from_deepspeed` with `tensor_parallel` or `expert_parallel` is not forecast"
-            " yet. Simulate it, or write its options down as those of `ZeroStrategy`."
-        )
     found = simulate_step(
         partial(_made, program.module, program.loss),
         _with_setting(strategy, setting),

@@ -91,11 +91,13 @@ def refuse_unforecast(
     """
     offload, checkpointing = strategy.offload, strategy.activation_checkpointing
     policy = "full" if checkpointing is None else checkpointing.policy
+    is_cut = not (strategy.tensor_parallel is None and strategy.expert_parallel is None)
     refused = {
-        "`pipeline`": strategy.pipeline is not None and strategy.pipeline.stages > 1,
-        "`offload` to disks with `tensor_parallel` or `expert_parallel`": offload is not None
+        "`Pipeline(partition='measured')`": strategy.pipeline is not None and strategy.pipeline.partition == "measured",
+        "`pipeline` with `tensor_parallel` or `expert_parallel`": strategy.pipeline is not None and is_cut,
+        "`offload` to disks with `pipeline`, `tensor_parallel` or `expert_parallel`": offload is not None
         and offload.uses_disks
-        and not (strategy.tensor_parallel is None and strategy.expert_parallel is None),
+        and (is_cut or strategy.pipeline is not None),
         "`Offload(fraction='auto')`": offload is not None and offload.fraction == "auto",
         "`Offload(step_device='cuda')`": offload is not None and offload.step_device == "cuda",
         f"`ActivationCheckpointing(policy={policy!r})`": policy not in ("full", "selective"),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 
-from lightning_zero.comm.peers import failure_named
+from lightning_zero.comm.peers import failure_named, is_pretended
 from lightning_zero.config import Pipeline
 from lightning_zero.engine.buffers.parameter import face_of
 from lightning_zero.lightning.first_batch import first_batch
@@ -46,13 +46,14 @@ def layer_costs(
     _refuse_parts(module, pipeline)
     _update_properties(module, device=device)  # Lightning has not done it for modules of `configure_model`
     answer: list[Any] = [None]
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 or is_pretended():
         try:
             answer = [_costs(module, pipeline, device, context)]
         except Exception as error:  # told to all ranks, which would wait for ever
             answer = [error]
-    with failure_named("broadcast of the costs of layers"):
-        dist.broadcast_object_list(answer, src=0)
+    if not is_pretended():
+        with failure_named("broadcast of the costs of layers"):
+            dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):
         raise ValueError(
             f"`Pipeline(partition={pipeline.partition!r})` could not run a step on rank 0: {answer[0]}"

@@ -28,7 +28,7 @@ from torchmetrics import Metric
 
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.p2p import P2P
-from lightning_zero.comm.peers import failure_named
+from lightning_zero.comm.peers import failure_named, is_pretended
 from lightning_zero.config import Pipeline
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.step_control import StepControl
@@ -96,6 +96,7 @@ class PipelinedSteps:
         self._device = device
         engine.internals.checkpoints.gather_module_buffers = partial(self._gather_buffers, mesh.broadcast)
         engine.internals.fits.parts = self
+        mesh.traffic.share_ledger(engine.internals.communicator.traffic)
         self._modules = modules_of(module)
         # - How it runs
         self._streams = RandomStreams(device)
@@ -154,7 +155,7 @@ class PipelinedSteps:
 
     def end(self) -> None:
         """Give all ranks the module buffers of blocks, which may be read everywhere then. Collective: all ranks."""
-        self._gather_buffers(self._broadcast_to_all)
+        self._gather_buffers(self._mesh.broadcast if is_pretended() else self._broadcast_to_all)
         self.runner.around.end_buffers()
 
     def _broadcast_to_all(self, value: Any, stage: int, what: str) -> Any:

@@ -14,7 +14,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.live_bytes import Moment
 from lightning_zero.forecast.rehearsal import LOSS_SCALE, count_states, host_apart, kinds_at, pretended_world
 from lightning_zero.forecast.simulation import Sample, Simulation
+from lightning_zero.forecast.stage_processes import run_stages
 from lightning_zero.lightning.forecast_options import (
     Optimizers,
     accumulation_of,
@@ -47,11 +48,12 @@ from lightning_zero.lightning.forecast_options import (
     without_meta,
 )
 from lightning_zero.lightning.precision import ZeroStep
+from lightning_zero.lightning.simulated_stages import ranks_of_copy, staged
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.lightning.trials import trials_with_values
 from lightning_zero.trees import tree_map_only
 
-__all__ = ["simulate_step"]
+__all__ = ["simulate_copy", "simulate_step"]
 
 _LARGEST_NODE = 8
 _NUM_STEPS = 3
@@ -99,16 +101,95 @@ def simulate_step(
         ValueError: An option is one that is not simulated, or there is no batch or optimizer; the error names it.
         RuntimeError: There is a process group in this process.
     """
+    found = simulate_copy(
+        module,
+        strategy,
+        world_size=world_size,
+        rank=rank,
+        precision=precision,
+        accelerator=accelerator,
+        ranks_per_node=ranks_per_node,
+        rates=rates,
+        batch=batch,
+        optimizer=optimizer,
+        accumulate_grad_batches=accumulate_grad_batches,
+        gradient_clip_val=gradient_clip_val,
+        gradient_clip_algorithm=gradient_clip_algorithm,
+    )
+    return found[rank]
+
+
+def simulate_copy(
+    module: pl.LightningModule | Callable[[], pl.LightningModule],
+    strategy: ZeroStrategy | None = None,
+    *,
+    world_size: int,
+    rank: int = 0,
+    precision: str | None = None,
+    accelerator: str = "gpu",
+    ranks_per_node: int | None = None,
+    accumulate_grad_batches: int = 1,
+    rates: MachineRates | None = None,
+    **options: Any,
+) -> dict[int, Simulation]:
+    """Simulate a step of a rank, and of the ranks of all pipeline stages of its copy of the model.
+
+    Arguments and errors are those of ``simulate_step``.
+    """
     strategy = _own_strategy(strategy)
     refuse_unforecast(strategy, world_size=world_size, accelerator=accelerator, verb="simulated", noun="simulation")
     _check(rank, world_size, accumulate_grad_batches, rates)
     name = precision_of(precision, strategy, accelerator)
     accumulate_grad_batches = accumulation_of(accumulate_grad_batches, strategy, world_size)
-    node = _node(world_size, ranks_per_node)
+    fit = partial(
+        _simulated,
+        module,
+        strategy,
+        world_size=world_size,
+        name=name,
+        accelerator=accelerator,
+        node=_node(world_size, ranks_per_node),
+        accumulate_grad_batches=accumulate_grad_batches,
+        rates=rates,
+        **options,
+    )
+    if strategy.pipeline is None:
+        return {rank: fit(rank=rank)}
+    ranks = ranks_of_copy(strategy.pipeline, world_size, rank)
+    found = run_stages(len(ranks), lambda stage, store: fit(rank=ranks[stage], store=store))
+    return dict(zip(ranks, found, strict=True))
+
+
+def _simulated(
+    module: pl.LightningModule | Callable[[], pl.LightningModule],
+    strategy: ZeroStrategy,
+    *,
+    world_size: int,
+    rank: int,
+    name: str,
+    accelerator: str,
+    node: int,
+    accumulate_grad_batches: int,
+    rates: MachineRates | None,
+    batch: Any = None,
+    optimizer: Optimizers | None = None,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
+    store: Any = None,
+) -> Simulation:
+    """Simulate a rank in this process; ``store`` is that of the processes of a pipeline's stages."""
     strategy.communication = replace(strategy.communication, backend="gloo" if accelerator == "cpu" else "nccl")
     counter = _Counter(rates or MachineRates(), node)
     told = _LastStep(counter, accumulate_grad_batches)
-    with pretended_world(world_size, rank), _quiet(), trials_with_values(counter), host_apart(counter), counter:
+    pipelined = nullcontext() if store is None else staged(store, counter, accelerator)
+    with (
+        pretended_world(world_size, rank),
+        _quiet(),
+        pipelined,
+        trials_with_values(counter),
+        host_apart(counter),
+        counter,
+    ):
         model = _made(module, optimizer)
         batches = _Batches(_batch_of(model, batch), _NUM_STEPS * accumulate_grad_batches)
         try:

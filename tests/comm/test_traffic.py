@@ -64,3 +64,14 @@ def test_a_ledger_has_calls_and_waits_in_their_order_with_those_of_parts() -> No
             CollectiveCall("control", "all-reduce of a norm", 4, (0, 1)),
             "all-reduce of a norm",
         ]
+
+
+def test_traffic_that_shares_a_ledger_is_counted_apart() -> None:
+    one, other, written = Traffic(), Traffic(), Written()
+    other.share_ledger(one)
+    one.ledger = written
+    other.add("messages", "sending of it", 8, ranks=[0, 2], is_across=False)
+    other.expect("receiving of it", ranks=[2, 0])
+    assert [(call.kind, call.sent_bytes) for call in written.lines] == [("messages", 8), ("receive", 0)]
+    assert not one.sent_bytes
+    assert other.sent_bytes == {"messages": 8}

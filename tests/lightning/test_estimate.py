@@ -244,7 +244,14 @@ def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (ZeroStrategy(pipeline=Pipeline(stages=2)), "`pipeline` is not forecast yet"),
+        (
+            ZeroStrategy(pipeline=Pipeline(stages=2, partition="measured")),
+            r"`Pipeline\(partition='measured'\)` is not forecast yet",
+        ),
+        (
+            ZeroStrategy(pipeline=Pipeline(stages=2), tensor_parallel=2),
+            "`pipeline` with `tensor_parallel` or `expert_parallel` is not forecast yet",
+        ),
         (ZeroStrategy(offload=Offload(fraction="auto")), r"`Offload\(fraction='auto'\)` is not forecast"),
         (
             ZeroStrategy(activation_checkpointing=ActivationCheckpointing(policy="offload")),

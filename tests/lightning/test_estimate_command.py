@@ -104,7 +104,10 @@ def test_errors_end_with_status_1_and_one_line(
     ("strategy", "message"),
     [
         ("ddp", "`strategy: ddp` is not forecast. Use `lightning_zero.ZeroStrategy`"),
-        ("{class_path: lightning_zero.ZeroStrategy, init_args: {pipeline: 2}}", "`pipeline` is not forecast yet"),
+        (
+            "{class_path: lightning_zero.ZeroStrategy, init_args: {pipeline: {partition: measured}}}",
+            "`Pipeline(partition='measured')` is not forecast yet",
+        ),
     ],
 )
 def test_strategies_that_are_not_forecast_are_refused(

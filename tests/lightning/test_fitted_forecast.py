@@ -90,7 +90,7 @@ def test_bad_input_is_refused() -> None:
         _own(ZeroStrategy(stage=Sharding(params="node", grads="node"), tensor_parallel=GIVEN))
     disks = ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp"), tensor_parallel=GIVEN)
     with pytest.raises(
-        ValueError, match="`offload` to disks with `tensor_parallel` or `expert_parallel` is not forecast"
+        ValueError, match="`offload` to disks with `pipeline`, `tensor_parallel` or `expert_parallel` is not forecast"
     ):
         _own(disks)
 

@@ -18,7 +18,7 @@ def test_short_names_of_precisions_are_known() -> None:
 
 def test_options_are_refused_in_the_words_of_the_caller() -> None:
     strategy = ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp"), tensor_parallel=2)
-    message = "`offload` to disks with `tensor_parallel` or `expert_parallel` is not simulated yet. Leave it out"
+    message = "`offload` to disks with `pipeline`, `tensor_parallel` or `expert_parallel` is not simulated yet."
     with pytest.raises(ValueError, match=message):
         refuse_unforecast(strategy, world_size=2, accelerator="cpu", verb="simulated", noun="simulation")
     refuse_unforecast(ZeroStrategy(tensor_parallel=2, expert_parallel=2), world_size=4, accelerator="cpu")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
-from lightning_zero import MachineRates, Offload, Simulation, ZeroStrategy, estimate_memory, simulate_step
+from lightning_zero import MachineRates, Offload, Pipeline, Simulation, ZeroStrategy, estimate_memory, simulate_step
 from tests.lightning.test_estimate import BATCH, DEEPSPEED, WIDTH, Configured, Program, WithoutOptimizer
 
 WEIGHTS = 3 * (WIDTH + 1) * WIDTH * 4  # bytes
@@ -287,7 +287,12 @@ class Stops(Program):
         (Program, {"batch": None}, "A simulation needs a batch of `Program`"),
         (nn.Identity, {}, "A simulation trains a `LightningModule`, and `Identity` is none"),
         (Program, {"precision": "64-true"}, "`precision='64-true'` is not forecast yet"),
-        (Program, {"strategy": ZeroStrategy(pipeline=2)}, "`pipeline` is not simulated yet"),
+        (
+            Program,
+            {"strategy": ZeroStrategy(pipeline=Pipeline(stages=2, partition="measured"))},
+            r"`Pipeline\(partition='measured'\)` is not simulated yet",
+        ),
+        (Program, {"strategy": ZeroStrategy(pipeline=3)}, "`pipeline=3` does not divide `world_size=4`"),
         (Stops, {}, "`Stops` does not step in every 1 batch"),
         (Accumulates, {}, "`Accumulates` does not step in every 1 batch"),
         (Lbfgs, {"strategy": ZeroStrategy(stage=0)}, "`LBFGS`, whose step needs a closure, is not simulated yet"),

@@ -1,0 +1,83 @@
+"""Pipeline stages in a simulation: parts of a step are named, messages are those between the stages' processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+from lightning_zero.comm.p2p import P2P
+from lightning_zero.config import Pipeline
+from lightning_zero.forecast.clock import Clock
+from lightning_zero.forecast.live_bytes import replaced
+from lightning_zero.forecast.stage_groups import PostBox, between_stages
+from lightning_zero.lightning import pipelined_steps
+from lightning_zero.parallel.pipeline.pipeline import PipelineRunner
+
+__all__ = ["GPU_BYTES", "ranks_of_copy", "staged"]
+
+GPU_BYTES = 80 * 2**30  # memory of a simulated GPU, by which `Pipeline(reduce="auto")` decides
+
+
+class Counter(Protocol):
+    """Counts a simulated step."""
+
+    clock: Clock
+    is_on: bool
+
+    def enter_phase(self, name: str) -> None:
+        """Name the part of the step that follows."""
+        ...
+
+
+def ranks_of_copy(pipeline: Pipeline, world_size: int, rank: int) -> list[int]:
+    """Return the ranks of the stages of a rank's copy of the model.
+
+    Raises:
+        ValueError: The stages do not divide the ranks.
+    """
+    if world_size % pipeline.stages:
+        raise ValueError(
+            f"`pipeline={pipeline.stages}` does not divide `world_size={world_size}`. Use a multiple of"
+            f" {pipeline.stages} ranks, or a number of stages that divides them."
+        )
+    copies = world_size // pipeline.stages
+    return [stage * copies + rank % copies for stage in range(pipeline.stages)]
+
+
+@contextmanager
+def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
+    """Simulate a stage beside the others.
+
+    Args:
+        store: Of the processes of all stages.
+        counter: Of this one.
+        accelerator: As in ``simulate_step``: over NCCL a device waits for messages by itself.
+    """
+    forward, backward, p2p = PipelineRunner._forward, PipelineRunner._backward, P2P.__init__
+
+    def in_forward(runner: Any, *args: Any) -> None:
+        counter.enter_phase("forward")
+        forward(runner, *args)
+        counter.enter_phase("")
+
+    def in_backward(runner: Any, *args: Any) -> None:
+        counter.enter_phase("backward")
+        backward(runner, *args)
+        counter.enter_phase("")
+
+    def of_device(one: P2P, *args: Any) -> None:
+        p2p(one, *args)
+        one.lets_device_wait = True
+
+    def last_call() -> Any:
+        return counter.clock.calls[-1] if counter.is_on and counter.clock.calls else None
+
+    with ExitStack() as stack:
+        stack.enter_context(between_stages(PostBox(store, last_call)))
+        stack.enter_context(replaced(PipelineRunner, "_forward", in_forward))
+        stack.enter_context(replaced(PipelineRunner, "_backward", in_backward))
+        if accelerator != "cpu":
+            stack.enter_context(replaced(P2P, "__init__", of_device))
+            stack.enter_context(replaced(pipelined_steps, "device_bytes", lambda *_: GPU_BYTES))
+        yield

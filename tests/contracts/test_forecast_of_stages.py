@@ -1,0 +1,153 @@
+"""Forecasts of memory for pipelines against fits on real ranks, in which every storage is counted."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_zero import Pipeline, ZeroStrategy, estimate_memory
+from lightning_zero.forecast.live_bytes import LiveBytes
+from lightning_zero.forecast.rehearsal import host_apart
+from lightning_zero.forecast.report import table
+from tests import worlds
+from tests.contracts.test_forecast import PEAK, PERSISTENT, SCALARS, FromTheSecondStep
+from tests.contracts.test_simulated_steps import Fitted
+from tests.lightning_programs import trainer
+
+STAGES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fit in two stages."""
+
+    model: str
+    stage: int
+    copies: int = 1
+    checkpointing: bool = False
+    schedule: str = "1f1b"
+    offload: str | None = None
+    precision: str = "32-true"
+    clips: bool = False
+    accumulates: int = 1
+
+    def __str__(self) -> str:
+        return "-".join(str(one) for one in vars(self).values() if one not in (None, False))
+
+    def make_strategy(self) -> ZeroStrategy:
+        return ZeroStrategy(
+            stage=self.stage,
+            offload=self.offload,
+            activation_checkpointing=self.checkpointing or None,
+            pipeline=Pipeline(stages=STAGES, microbatches=4, schedule=self.schedule),  # type: ignore[arg-type]
+        )
+
+
+def _batch() -> torch.Tensor:
+    return torch.zeros(8, 48, dtype=torch.long)
+
+
+class Kept(pl.Callback):
+    """Notes the bytes of the engine at the end of the last backward."""
+
+    nbytes = 0
+    host = 0
+
+    def on_after_backward(self, trainer: pl.Trainer, module: Any) -> None:
+        stats = trainer.strategy.engine.stats()  # type: ignore[attr-defined]
+        self.nbytes = sum(stats.memory[kind] for kind in ("parameters", "gradients", "optimizer"))
+        self.host = sum(stats.host.values())
+
+
+def _fit(rank: int, world: int, case: Case) -> tuple[int, int, int]:
+    """Return the highest bytes of the second step, and those that stay on the device and the host."""
+    counter, kept = LiveBytes(), Kept()
+    with host_apart(counter), counter:
+        fit = trainer(
+            rank,
+            world,
+            case.make_strategy(),
+            max_steps=2,
+            callbacks=[FromTheSecondStep(counter), kept],
+            precision=case.precision,
+            gradient_clip_val=1.0 if case.clips else None,
+            accumulate_grad_batches=case.accumulates,
+        )
+        fit.fit(Fitted(case.model), DataLoader([_batch()] * 2 * case.accumulates, batch_size=None))
+        gc.enable()
+        counter.parts = tuple
+    return counter.peak.nbytes, kept.nbytes, kept.host
+
+
+def _compare(case: Case) -> None:
+    world = STAGES * case.copies
+    forecast = estimate_memory(
+        lambda: Fitted(case.model),
+        case.make_strategy(),
+        world_size=world,
+        batch=_batch(),
+        precision=case.precision,
+        accelerator="cpu",
+        accumulate_grad_batches=case.accumulates,
+        clips=case.clips,
+        side_by_side=False,
+    ).own
+    ran = worlds.run(_fit, world, case, timeout_s=250)
+    for rank, (peak, kept, host) in enumerate(ran):
+        stage = rank // case.copies
+        assert abs(forecast.peak_by_stage[stage] - peak) <= PEAK * peak, (rank, forecast, ran)
+        if stage == forecast.pipeline_stage:
+            assert abs(forecast.persistent_bytes - kept) <= PERSISTENT * kept + SCALARS, (rank, forecast, ran)
+            assert abs(sum(forecast.host.values()) - host) <= PERSISTENT * host + SCALARS, (rank, forecast, ran)
+    peaks = [peak for peak, _, _ in ran]
+    assert forecast.peak_bytes == max(forecast.peak_by_stage)
+    assert abs(forecast.peak_bytes - max(peaks)) <= PEAK * max(peaks)
+
+
+QUICK = [Case("gpt", 1)]
+CASES = [
+    *[
+        Case(model, stage, 1, policy)
+        for model in ("gpt", "llama")
+        for stage in (0, 1, 2, 3)
+        for policy in (False, True)
+    ],
+    *[Case("gpt", stage, 2) for stage in (0, 1, 2, 3)],
+    *[Case("gpt", 1, 1, False, schedule) for schedule in ("gpipe", "interleaved_1f1b", "zb_h1")],
+    Case("llama", 3, 2, True, "1f1b", None, "bf16-mixed", True),
+    Case("gpt", 2, 2, False, "gpipe", "cpu", clips=True),
+    Case("gpt", 1, 1, accumulates=2),
+]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_forecasts_of_stages_are_those_of_a_fit(case: Case) -> None:
+    _compare(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK], ids=str)
+def test_forecasts_of_stages_are_those_of_a_fit_in_every_setting(case: Case) -> None:
+    _compare(case)
+
+
+@pytest.mark.slow
+def test_settings_side_by_side_keep_the_pipeline() -> None:
+    forecast = estimate_memory(
+        lambda: Fitted("gpt"),
+        ZeroStrategy(stage=3, pipeline=Pipeline(stages=STAGES, microbatches=2, reduce="microbatch")),
+        world_size=4,
+        batch=_batch(),
+        accelerator="cpu",
+    )
+    assert {one.setting.sharding.stage for one in forecast.settings} == {3}  # `reduce` needs it
+    assert len(forecast.settings) == 4
+    assert all(len(one.peak_by_stage) == STAGES for one in forecast.settings)
+    assert "pipeline:\n        stages: 2\n" in forecast.yaml(forecast.own)
+    assert f"(pipeline stage {forecast.own.pipeline_stage})" in table(forecast)
