@@ -47,8 +47,6 @@ class Simulation:
         memory: Bytes on the device over the step.
         peak_bytes: The most.
         at_peak: Bytes at that moment by kind, as in ``SettingForecast``.
-        device: Bytes that stay on the device through the step, at the end of the backward, by kind.
-        host: Of these kinds in host memory.
         phase: The part of the step at that moment.
         module: The innermost module that ran then, or whose backward did.
         seconds: Modelled time of the step.
