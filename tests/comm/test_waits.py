@@ -23,6 +23,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.p2p import P2P
 from lightning_zero.comm.peers import Peers
+from lightning_zero.comm.traffic import Traffic
 from lightning_zero.comm.waits import Waits
 from lightning_zero.config import Communication
 from lightning_zero.engine.engine import ZeroEngine
@@ -164,6 +165,8 @@ def _receive_what_nobody_sends(rank: int, world: int) -> str:
     with SimulatedDevice():
         group = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=1.0))
         mesh = SimpleNamespace(message_group=group, loan=1, stage=rank, stages=world, distrust=lambda: None)
+        mesh.traffic, mesh.copies, mesh.copy = Traffic(), 1, 0
+        mesh.ranks_of = partial(Mesh.ranks_of, cast(Mesh, mesh))
         mesh.failure = partial(Mesh.failure, cast(Mesh, mesh))
         p2p = P2P(cast(Mesh, mesh), CUDA)
         if rank == 0:

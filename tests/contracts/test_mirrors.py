@@ -61,7 +61,6 @@ IN_CONTRACTS = {
     "lightning_zero/lightning/checkpoint_hooks.py": "tests/contracts/test_lightning_checkpoints.py",
     "lightning_zero/lightning/run_config.py": "tests/lightning/test_estimate_command.py",
     "lightning_zero/lightning/compatibility.py": "tests/lightning/test_strategy.py",
-    "lightning_zero/lightning/forecast_options.py": "tests/lightning/test_estimate.py",
     "lightning_zero/lightning/layer_costs.py": "tests/contracts/test_pipeline_models.py",
     "lightning_zero/lightning/loader_states.py": "tests/contracts/test_states_of_ranks.py",
     "lightning_zero/lightning/monitor.py": "tests/lightning/test_callbacks.py",
