@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lightning_zero.errors import CollectiveError
+
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import ZeroEngine
 
@@ -129,7 +131,13 @@ class Ranks:
             yield
         except Exception as caught:
             error = caught
-        failed = {rank: text for rank, text in enumerate(self.gather(error and describe(error))) if text is not None}
+        try:
+            texts = self.gather(error and describe(error))
+        except (CheckpointError, CollectiveError):
+            if error is None:
+                raise
+            texts = []  # another rank has an error too, and is gone
+        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
         if error is not None:
             error.add_note(f"{what} failed on rank {self.rank}.")
             raise error

@@ -15,7 +15,6 @@ IN_CONTRACTS = {
     "lightning_zero/blocks.py": "tests/engine/units/test_partition.py",
     "lightning_zero/checkpoint/flat.py": "tests/checkpoint/test_directory.py",
     "lightning_zero/checkpoint/placeholders.py": "tests/checkpoint/test_state.py",
-    "lightning_zero/checkpoint/ranks.py": "tests/contracts/test_kill_while_saving.py",
     "lightning_zero/checkpoint/weightfiles.py": "tests/checkpoint/test_pretrained.py",
     "lightning_zero/sharding.py": "tests/contracts/test_scopes.py",
     "lightning_zero/engine/access/gathered.py": "tests/contracts/test_between_steps.py",
