@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _functional_call
+
+from lightning_zero.engine.buffers.parameter import is_called_by
 
 __all__ = ["Membership"]
 
@@ -43,8 +46,11 @@ class Membership:
         if is_as_noted:
             return None
         params = dict(self._module.named_parameters())
-        if not all(isinstance(param, nn.Parameter) for param in params.values()):
-            return None  # `functional_call` lends the module tensors for a forward; nobody else can
+        is_lent = not all(
+            isinstance(param, nn.Parameter) for param in params.values()
+        )  # nobody else can assign tensors
+        if is_lent or is_called_by(_functional_call):
+            return None
         for name, param in params.items():
             if not self._is_sharded(param):
                 return name

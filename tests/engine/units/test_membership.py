@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zero import ZeroEngine, ZeroStrategy
 from tests import worlds
-from tests.references import TinyGPT, token_loss
+from tests.references import TinyGPT, token_loss, tokens
 
 
 def _assign_weight(module: TinyGPT) -> None:
@@ -103,6 +103,28 @@ def test_a_head_may_be_replaced_between_two_fits() -> None:
         )  # fmt: skip
         trainer.fit(module)
         assert not torch.equal(module.head.weight, before)
+
+
+def _lent(rank: int, world: int, stage: int) -> None:
+    """The parameters of a copy may be lent to the module for a forward."""
+    module, average = TinyGPT(), TinyGPT()
+    with torch.no_grad():
+        for param in average.parameters():
+            param.mul_(0.5)
+    batch = tokens(rank, 0)
+    expected = average(batch)
+    engine = ZeroEngine(stage, units=("Block",))
+    engine.shard(module)
+    with torch.no_grad():
+        found = torch.func.functional_call(module, dict(average.named_parameters()), (batch,))
+    torch.testing.assert_close(found, expected)
+    token_loss(module, rank, 0).backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_functional_call_lends_are_no_strangers(stage: int) -> None:
+    worlds.run(_lent, 2, stage)
 
 
 def _second(rank: int, world: int, stage: int, drops: bool) -> None:
