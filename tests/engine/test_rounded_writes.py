@@ -59,7 +59,16 @@ def _write(online: Any, target: Any, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "how"),
-    [(0, "clamp"), (1, "clamp"), (3, "clamp"), (1, "average"), (2, "average-data"), (1, "data"), (0, "data")],
+    [
+        (0, "clamp"),
+        (1, "clamp"),
+        (3, "clamp"),
+        (1, "average"),
+        (2, "average-data"),
+        (1, "data"),
+        (0, "data"),
+        (3, "data"),
+    ],
 )
 def test_a_write_that_is_rounded_is_said_once(stage: int, how: str) -> None:
     told, *others = worlds.run(_writes, 2, stage, how)

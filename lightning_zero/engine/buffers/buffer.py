@@ -37,7 +37,12 @@ from lightning_zero.engine.buffers.parameter import (
     PendingParameter,
     ReducedParameter,
     ReleasedParameter,
+    end_writes,
+    handed_out,
     has_class,
+    is_written,
+    num_writes,
+    renew_writes,
     restore_class,
     swap_class,
 )
@@ -224,7 +229,7 @@ class FlatBuffer:
                     continue
                 restore_class(param)
                 param.data = view
-                self._versions[index] = param._version
+                self._versions[index] = renew_writes(param)
         for index, aliases in self.aliases.items():
             aliases.show(self.whole.views[index])
         self.is_whole = True
@@ -241,14 +246,14 @@ class FlatBuffer:
             restore_class(param)
             param.data = self._shown_views[index] if is_present else self.whole.placeholders[index]
             if self.is_whole and not self.is_stale:
-                self._versions[index] = param._version
+                self._versions[index] = renew_writes(param)
         if not is_present:
             swap_class(param, ReleasedParameter)
         elif self.is_stale:
             swap_class(param, PendingParameter)
         elif self.is_lowered:
             swap_class(param, LoweredParameter)
-        elif index in self.gradients.has_grad or index in self.gradients.given_out:
+        elif index in self.gradients.asked_for:
             swap_class(param, ReducedParameter)
 
     def leave_window(self, index: int) -> None:
@@ -271,6 +276,7 @@ class FlatBuffer:
             self.whole.choose_placeholders(self.shown.dtype)
             for index, (param, value) in enumerate(zip(self.params, self.whole.placeholders, strict=True)):
                 if index not in entered:
+                    end_writes(param)
                     param.data = value
                     swap_class(param, ReleasedParameter)
         if self.original is not None:
@@ -392,7 +398,7 @@ class FlatBuffer:
         """Say whether somebody wrote into a parameter since it was bound."""
         with torch._C.DisableTorchFunctionSubclass():
             return not self.is_stale and any(
-                param._version != version or param.data_ptr() != address
+                is_written(param, version) or param.data_ptr() != address
                 for index, (param, version, address) in enumerate(
                     zip(self.params, self._versions, self._addresses(), strict=True)
                 )
@@ -407,7 +413,7 @@ class FlatBuffer:
                 found = enumerate(zip(self.params, self._versions, self._addresses(), strict=True))
                 for index, (param, version, address) in found:
                     if index not in self.entered:
-                        pending[index] = param._version - version + (param.data_ptr() != address)
+                        pending[index] = num_writes(param, version) + (param.data_ptr() != address)
         names = (slot.name for slot in self.layout.slots)
         return {name: sum(both) for name, *both in zip(names, self._num_collected, pending, strict=True)}
 
@@ -429,10 +435,12 @@ class FlatBuffer:
                 if param.data_ptr() != address:
                     pointed.append(index)
                     written = index
-                if param._version != self._versions[index]:
-                    self._num_collected[index] += param._version - self._versions[index]
-                    self._versions[index] = param._version
+                found = num_writes(param, self._versions[index])
+                if found:
+                    self._num_collected[index] += found
+                    self._versions[index] = renew_writes(param)
                     written = index
+            self._forget_handed_out()
             if pointed:
                 for index in pointed:
                     self._num_collected[index] += 1
@@ -441,6 +449,15 @@ class FlatBuffer:
             if self._rounded_writes is not None:
                 self._rounded_writes(self.layout.slots[written].name, is_seen_here=False)
             self.accept_writes()
+
+    def _forget_handed_out(self) -> None:
+        """Let go of results of ``data`` that no program keeps."""
+        shown, free = self.shown, set(range(len(self.params))) - self.entered
+        watched = [one for index in free for one in handed_out(self.params[index])]
+        num_inside = sum(one.untyped_storage()._cdata == shown.untyped_storage()._cdata for one in watched)
+        if watched and not self._is_kept(shown, own=self._num_own + num_inside):
+            for index in free:
+                end_writes(self.params[index])
 
     @property
     def _rounded_writes(self) -> RoundedWrites | None:
@@ -464,6 +481,8 @@ class FlatBuffer:
                 )
             found.append(_apart_from(self.shown, param.detach()))
             param.data = view
+        for index in set(range(len(self.params))) - self.entered:
+            end_writes(self.params[index])
         self._leave_what_is_kept()
         with torch.no_grad():
             for index, values in zip(indices, found, strict=True):
@@ -482,8 +501,7 @@ class FlatBuffer:
     def _leave_what_is_kept(self) -> None:
         """Leave the shown flat buffer to the program's tensors that lie in it (``kept = p.data``)."""
         shown, stepping = self.shown, self._stepping()
-        has_shard = shown is self.whole.flat and not self.sharding.params
-        if not self._is_kept(shown, own=1 + len(self.whole.views) + has_shard):
+        if not self._is_kept(shown, own=self._num_own):
             return
         if self.original is not None and self.original.flat is not None:
             self.original.leave_storage()
@@ -506,6 +524,11 @@ class FlatBuffer:
     def _show_stepped(self, indices: Iterable[int]) -> None:
         for index in indices:
             self.params[index].data = ordinary(self.values.segment(index))
+
+    @property
+    def _num_own(self) -> int:
+        """The number of tensors in the memory of ``shown`` that are this buffer's, without parameters."""
+        return 1 + len(self.whole.views) + (self.shown is self.whole.flat and not self.sharding.params)
 
     def _is_kept(self, flat: torch.Tensor, own: int) -> bool:
         """Say whether more tensors lie in the memory of one than ``own`` and parameters."""
@@ -624,7 +647,7 @@ class FlatBuffer:
         self._written = False
         with torch._C.DisableTorchFunctionSubclass():
             for index, param in enumerate(self.params):
-                self._versions[index] = param._version
+                self._versions[index] = param._version if index in self.entered else renew_writes(param)
 
     def mark_stepped(self, index: int) -> None:
         """Let graphs know that a parameter has other values than those they saved; it is no write from outside."""

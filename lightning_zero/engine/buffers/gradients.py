@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_zero.comm.communicator import Pending
 from lightning_zero.engine.buffers.assigned_gradients import AssignedSources
@@ -24,12 +25,14 @@ from lightning_zero.engine.buffers.node_sums import NodeSums
 from lightning_zero.engine.buffers.own_range import OwnRange
 from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
+    end_writes,
     has_class,
     is_plain,
     raw_grad,
     restore_class,
     set_raw_grad,
     swap_class,
+    user_class,
 )
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.engine.buffers.stepped import SteppedValues
@@ -473,7 +476,7 @@ class BufferGradients:
     def mark_reduced(self) -> None:
         """Let reads of ``grad`` find reduced gradients, and ``zero_grad`` those that wait for the last micro-batch."""
         params = self._spec.params
-        for index in self._asked_for:
+        for index in self.asked_for:
             if is_plain(params[index]):
                 swap_class(params[index], ReducedParameter)
 
@@ -483,23 +486,37 @@ class BufferGradients:
             if param.requires_grad and is_plain(param):
                 swap_class(param, ReducedParameter)
 
-    def mark_plain(self) -> None:
-        """Make marked parameters plain for the time of a forward (compilers look at the class)."""
+    def mark_plain(self, *, for_compiler: bool) -> None:
+        """Make marked parameters of users' classes plain for the time of a forward, which may look at the class.
+
+        Args:
+            for_compiler: All of them, because compilers do.
+        """
         for param in self._spec.params:
-            if has_class(param, ReducedParameter):
+            if has_class(param, ReducedParameter) and (for_compiler or user_class(param) is not nn.Parameter):
                 restore_class(param)
 
     @property
-    def _asked_for(self) -> set[int]:
-        return self.has_grad | self.given_out | self.sums.slots
+    def asked_for(self) -> set[int]:
+        """The slots whose parameters are ``ReducedParameter`` while they are whole: their reads are watched."""
+        asked_for = self.has_grad | self.given_out | self.sums.slots
+        if self._spec.sharding.params:
+            params = enumerate(self._spec.params)
+            asked_for |= {index for index, param in params if user_class(param) is nn.Parameter}
+        return asked_for
 
     def forget_given_out(self) -> None:
         """Make parameters plain that are marked only because a program has read their segment."""
-        params = self._spec.params
-        for index in self.given_out - self.has_grad:
-            if has_class(params[index], ReducedParameter):
-                restore_class(params[index])
-        self.given_out.clear()
+        given_out, self.given_out = self.given_out, set()
+        self._unmark(given_out)
+
+    def _unmark(self, indices: set[int]) -> None:
+        """Make parameters plain of which nothing is of interest any more."""
+        for index in indices - self.asked_for:
+            param = self._spec.params[index]
+            if has_class(param, ReducedParameter):
+                end_writes(param)
+                restore_class(param)
 
     # -- Giving up -------------------------------------------------------------------------------------------------
 
@@ -525,9 +542,7 @@ class BufferGradients:
         else:
             self._drop_average()
             self.nodes.drop()
-        for index in gone - self.given_out:
-            if has_class(params[index], ReducedParameter):
-                restore_class(params[index])
+        self._unmark(gone)
 
     def _drop_average(self) -> None:
         """Drop the average and everything that belongs to it: nothing of it may reach the next one."""

@@ -3,9 +3,10 @@
 The user's ``nn.Parameter`` stays the same object from ``shard`` to ``close``; its ``data`` and, for a moment, its class
 change (ADR 0011):
 
-the user's own class   whole (inside forward and backward, always below stage 3), or stepping (data is a segment).
-``ReducedParameter``   whole, and the engine holds a reduced gradient: reading ``grad`` opens the step window. Or a
-                       segment in the step window: assigning ``grad`` there takes a segment or a whole tensor.
+the user's own class   whole below stage 3 and in compiled forwards, or stepping (data is a segment).
+``ReducedParameter``   whole at stage 3 (inside forward and backward), where writes into ``data`` are watched; or whole,
+                       and the engine holds a reduced gradient: reading ``grad`` opens the step window. Or a segment in
+                       the step window: assigning ``grad`` there takes a segment or a whole tensor.
 ``SegmentParameter``   the latter, where a rank steps a part of a parameter (``segment_parameter.py``).
 ``ReleasedParameter``  sharded: metadata is true, values are not there.
 ``PendingParameter``   whole, but a step was asked for that its values do not show; touching them makes the step.
@@ -55,18 +56,21 @@ __all__ = [
     "copy_attributes",
     "end_writes",
     "face_of",
+    "handed_out",
     "has_class",
     "is_called_by",
     "is_plain",
     "is_written",
     "name_of",
     "note_pointed",
+    "num_writes",
     "operation_of",
     "own",
     "owner_of",
     "placeholder",
     "raw_grad",
     "remove_face",
+    "renew_writes",
     "restore_class",
     "set_face",
     "set_raw_grad",
@@ -283,41 +287,76 @@ def _write_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
         owner.write_gradient(param, grad)
 
 
-_HANDED_OUT: dict[int, list[tuple[torch.Tensor, int]]] = {}  # results of `data` in a step window, and versions
+_Handed = list[tuple[torch.Tensor | None, int]]
+# Results of `data` and their versions, which are their own; None: `data` was pointed elsewhere. By id of the parameter,
+# as long as it lives.
+_HANDED_OUT: dict[int, tuple[weakref.ref[torch.Tensor], _Handed]] = {}
 
 
 def begin_writes(param: nn.Parameter) -> int:
-    """Watch writes into a parameter in the step window; return its version. ``end_writes`` ends it.
+    """Watch writes into a parameter anew; return its version. ``end_writes`` ends it.
 
-    A result of ``data`` has a version counter of its own, so it is kept to be asked. All ranks that make the same
-    write find it, also those whose segment is empty or stays as it was.
+    All ranks that make the same write find it, also those whose segment is empty or stays as it was.
     """
-    _HANDED_OUT[id(param)] = []
+    end_writes(param)
+    _handed_out_by(param)
+    return renew_writes(param)
+
+
+def renew_writes(param: nn.Parameter) -> int:
+    """Take the writes into a parameter, and into results of its ``data``, as known; return its version."""
+    found = _HANDED_OUT.get(id(param))
+    if found is not None:
+        found[1][:] = [(data, data._version) for data, _ in found[1] if data is not None]
     with torch._C.DisableTorchFunctionSubclass():
         return param._version
 
 
-def is_written(param: nn.Parameter, version: int) -> bool:
-    """Say whether somebody wrote into a parameter, or into its ``data``, since ``begin_writes``."""
+def num_writes(param: nn.Parameter, version: int) -> int:
+    """Return how often somebody wrote into a parameter, or into its ``data``, since a version."""
+    found = _HANDED_OUT.get(id(param))
     with torch._C.DisableTorchFunctionSubclass():
-        moved = param._version != version
-        return moved or any(data._version != before for data, before in _HANDED_OUT.get(id(param), ()))
+        num = param._version - version
+        if found is not None:
+            num += sum(1 if data is None else data._version - before for data, before in found[1])
+        return num
+
+
+def is_written(param: nn.Parameter, version: int) -> bool:
+    """Say whether somebody wrote into a parameter, or into its ``data``, since a version."""
+    return num_writes(param, version) != 0
+
+
+def handed_out(param: nn.Parameter) -> list[torch.Tensor]:
+    """Return the results of ``data`` that are watched."""
+    found = _HANDED_OUT.get(id(param))
+    return [] if found is None else [data for data, _ in found[1] if data is not None]
 
 
 def note_pointed(param: nn.Parameter) -> None:
     """Note that ``data`` is pointed elsewhere: a segment without elements has no address that would tell."""
-    handed_out = _HANDED_OUT.get(id(param))
-    if handed_out is not None:
-        handed_out.append((param, -1))
+    found = _HANDED_OUT.get(id(param))
+    if found is not None:
+        found[1].append((None, -1))
 
 
 def end_writes(param: nn.Parameter) -> None:
-    """Watch no writes any more."""
+    """Watch no writes any more, up to the next read of ``data``."""
     _HANDED_OUT.pop(id(param), None)
 
 
+def _handed_out_by(param: torch.Tensor) -> _Handed:
+    key = id(param)
+    if key not in _HANDED_OUT:
+        _HANDED_OUT[key] = weakref.ref(param, lambda _: _HANDED_OUT.pop(key, None)), []
+    return _HANDED_OUT[key][1]
+
+
 class ReducedParameter(nn.Parameter):
-    """A parameter whose reduced gradient is held by the engine, or that is in the step window."""
+    """A whole parameter that is sharded between uses, or whose reduced gradient is held, or one in the step window.
+
+    A result of ``data`` has a version counter of its own, so it is kept to be asked whether somebody wrote into it.
+    """
 
     user_class: ClassVar[type[torch.Tensor]] = nn.Parameter
 
@@ -325,9 +364,7 @@ class ReducedParameter(nn.Parameter):
     def data(self) -> torch.Tensor:
         """The values."""
         values: torch.Tensor = super().data
-        handed_out = _HANDED_OUT.get(id(self))
-        if handed_out is not None:
-            handed_out.append((values, values._version))
+        _handed_out_by(self).append((values, values._version))
         return values
 
     @data.setter
@@ -423,6 +460,14 @@ def call_with_values(func: Callable[..., Any], tensor: torch.Tensor, *args: Any)
     return type(tensor)._use(func, (tensor, *args), {}) if isinstance(tensor, OwnedParameter) else func(tensor, *args)
 
 
+_GET_DATA = _Tensor.data.__get__
+
+
+def _call_with_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with parameters that show their values now: their present class may handle the call."""
+    return args[0].data if func == _GET_DATA else func(*args, **kwargs)
+
+
 class ReleasedParameter(OwnedParameter):
     """A parameter whose values are sharded over the ranks.
 
@@ -440,7 +485,7 @@ class ReleasedParameter(OwnedParameter):
                 owner = owner_of(leaf)
                 if owner is None or not owner.touch(leaf):
                     raise ReleasedParameterError(_refusal(leaf, operation_of(func)))
-        return func(*args, **kwargs)
+        return _call_with_shown(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the parameter without its values."""
@@ -473,7 +518,7 @@ class _OutdatedParameter(OwnedParameter):
         for leaf in tree_leaves((args, kwargs)):
             if has_class(leaf, _OutdatedParameter):
                 _show(leaf)
-        return func(*args, **kwargs)  # other arguments, or the parameter's present class, may handle the call
+        return _call_with_shown(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show the current values, then return the parameter's own ``repr``."""

@@ -25,6 +25,7 @@ __all__ = [
     "frame_of_forward",
     "handled_error",
     "in_backward",
+    "in_compiled_code",
     "in_function",
     "is_raising",
     "may_keep_handles",
@@ -34,6 +35,7 @@ __all__ = [
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _APPLY = getattr(torch.autograd.Function.apply, "__func__", None)  # since PyTorch 2.14 it is not written in Python
+_COMPILED = "compile_wrapper"  # in `torch._dynamo.eval_frame`
 _FORWARD_CODES = () if _APPLY is None else (_APPLY.__code__,)
 _BACKWARD_CODES = tuple(  # newer versions of PyTorch have the second
     getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if hasattr(BackwardCFunction, name)
@@ -86,6 +88,14 @@ def in_function() -> bool:
 def in_backward() -> bool:
     """Say whether a backward is running in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_compiled_code() -> bool:
+    """Say whether a call of something that ``torch.compile`` has made is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != _COMPILED:
+        frame = frame.f_back
+    return frame is not None
 
 
 def runs_whole_graph() -> bool:

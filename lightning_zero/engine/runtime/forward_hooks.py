@@ -18,6 +18,7 @@ from lightning_zero.engine.runtime.backward_hooks import BackwardHooks
 from lightning_zero.engine.runtime.call_stack import (
     frame_of_forward,
     in_backward,
+    in_compiled_code,
     in_function,
     is_raising,
 )
@@ -82,8 +83,9 @@ class ForwardHooks:
         else:
             self._backward.begin_computing()
         self._uses.enter(unit)
+        is_compiled = in_compiled_code()
         for buffer in unit.buffers:
-            buffer.gradients.mark_plain()
+            buffer.gradients.mark_plain(for_compiler=is_compiled)
         if unit.is_sharded_between_uses and torch.is_grad_enabled() and _has_frozen(unit):
             call.awaited = self._backward_hooks.watch_inputs(unit, (args, kwargs))
         if not is_recomputed:

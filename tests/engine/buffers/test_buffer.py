@@ -12,7 +12,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.group import BufferGroup
-from lightning_zero.engine.buffers.parameter import ReleasedParameter
+from lightning_zero.engine.buffers.parameter import ReducedParameter, ReleasedParameter
 from lightning_zero.engine.buffers.spec import BufferKind
 from lightning_zero.sharding import ShardedOver
 from lightning_zero.storage.store import DeviceStore
@@ -20,7 +20,6 @@ from tests import worlds
 from tests.engine.flat_buffers import (
     CPU,
     SHAPES,
-    STAGES,
     make_whole,
     numbered_buffer,
     stages,
@@ -43,7 +42,7 @@ def _release(rank: int, world: int) -> None:
     assert [type(param) for param in buffer.params] == [ReleasedParameter] * len(SHAPES)
     make_whole(buffer)
     for index, param in enumerate(buffer.params):
-        assert type(param) is nn.Parameter
+        assert type(param) is ReducedParameter
         assert param.untyped_storage()._cdata == buffer.whole.flat.untyped_storage()._cdata
         assert torch.equal(param, values_of(index, 0.25))
     assert torch.equal(
@@ -173,9 +172,8 @@ def _write(rank: int, world: int, name: str, stage: int, compute: torch.dtype) -
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("name", "stage"), [(name, stage) for name in WRITES for stage in STAGES if (name, stage) != ("through-data", 3)]
-)
+@pytest.mark.parametrize("name", WRITES)
+@stages
 def test_what_is_written_into_a_parameter_reaches_the_master(name: str, stage: int, compute: torch.dtype) -> None:
     worlds.run(_write, 2, name, stage, compute)
 

@@ -53,6 +53,22 @@ def test_an_error_that_was_being_handled_before_is_none_of_a_call() -> None:
         assert call_stack.is_raising(None)
 
 
+def test_a_hook_knows_that_it_is_called_by_compiled_code() -> None:
+    found = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def hook(*_: Any) -> None:
+        found.append(call_stack.in_compiled_code())
+
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(hook)
+    module(torch.ones(1, 2))
+    torch.compile(module, backend="eager")(torch.ones(1, 2))
+    module.compile(backend="eager")
+    module(torch.ones(1, 2))
+    assert found == [False, True, True]
+
+
 class _Outer(torch.autograd.Function):
     """Notes the functions around, and runs a backward in its own."""
 

@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from lightning_zero.engine.buffers.parameter import ReleasedParameter
+from lightning_zero.engine.buffers.parameter import ReducedParameter, ReleasedParameter
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.units.unit import UnitState
 from lightning_zero.errors import ReleasedParameterError
@@ -32,7 +32,7 @@ def _touched(rank: int, world: int) -> None:
     engine = _engine(module)
     with engine.scope("training_step"):
         norm = module.blocks[1].up.weight.norm()
-        assert type(module.blocks[1].up.weight) is nn.Parameter
+        assert type(module.blocks[1].up.weight) is ReducedParameter
         assert type(module.blocks[0].up.weight) is ReleasedParameter
         (norm + module.blocks[1].up.bias.sum()).backward()
     assert _states(engine) == {UnitState.SHARDED}

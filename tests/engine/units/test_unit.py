@@ -13,7 +13,7 @@ from torch import nn
 import lightning_zero.engine
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication, MixedPrecision
-from lightning_zero.engine.buffers.parameter import ReleasedParameter
+from lightning_zero.engine.buffers.parameter import ReducedParameter, ReleasedParameter
 from lightning_zero.engine.units.grid_groups import GridGroups
 from lightning_zero.engine.units.lowering import Lowering
 from lightning_zero.engine.units.partition import build_unit, choose_territories
@@ -59,7 +59,7 @@ def _cycle(rank: int, world: int) -> None:
     unit.wait()
     unit.mark_stale()  # of whole parameters below stage 3
     assert unit.state is UnitState.UNSHARDED
-    assert type(module.weight) is nn.Parameter
+    assert type(module.weight) is ReducedParameter
     assert torch.equal(module.weight, values)
 
 

@@ -1,0 +1,161 @@
+"""Writes through ``p.data`` inside a step, a forward and ``gathered`` count at every stage, as in a plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.config import MixedPrecision
+from lightning_zero.engine.engine import ZeroEngine
+from tests import worlds
+
+Scope = Callable[[], AbstractContextManager[None]]
+
+
+class Block(nn.Module):
+    def __init__(self, clamps: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.clamps = clamps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.clamps:
+            self.scale.data.clamp_(0.0, 0.9)
+            self.linear.weight.data.mul_(0.9)
+        return self.linear(x).tanh() * self.scale
+
+
+class Student(nn.Module):
+    """Blocks, and a teacher that follows them."""
+
+    def __init__(self, *, clamps: bool = False, recomputes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(clamps) for _ in range(2))
+        self.head = nn.Linear(5, 3)
+        self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        aim = x
+        for block, other in zip(self.blocks, self.teacher, strict=True):
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            aim = other(aim)
+        return F.mse_loss(x, aim.detach()) + self.head(x).square().mean()
+
+
+def _clamp_all(module: Student, loss: Tensor) -> None:
+    for param in module.parameters():
+        param.data.clamp_(-0.2, 0.2)
+
+
+def _clamp_one(module: Student, loss: Tensor) -> None:
+    module.blocks[1].linear.bias.data[2] = 0.5  # type: ignore[union-attr, index]
+    module.head.weight.data.mul_(0.5)
+
+
+def _follow(module: Student, loss: Tensor) -> None:
+    for one, other in zip(module.blocks.parameters(), module.teacher.parameters(), strict=True):
+        other.data.mul_(0.5).add_(one.data, alpha=0.5)
+
+
+def _through_a_list(module: Student, loss: Tensor) -> None:
+    views = [param.data for param in module.blocks.parameters()]
+    loss = loss + 0.0 * module.head.weight.sum()
+    for view in views:
+        view.view(-1)[:1].add_(0.125)
+
+
+def _nothing(module: Student, loss: Tensor) -> None:
+    pass
+
+
+WRITES: dict[str, Any] = {
+    "clamp-all": (_clamp_all, {}),
+    "clamp-one": (_clamp_one, {}),
+    "follow": (_follow, {}),
+    "list": (_through_a_list, {}),
+    "forward": (_nothing, {"clamps": True}),
+    "recomputed": (_clamp_one, {"recomputes": True}),
+}
+
+
+def _train(module: Student, write: Callable[[Student, Tensor], None], optimizer: Any, scope: Scope) -> list[float]:
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(3):
+        with scope():
+            write(module, torch.zeros(()))
+            loss = module(torch.randn(4, 5))
+            loss.backward()
+            losses.append(loss.item())
+            write(module, loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _writes_in_steps(rank: int, world: int, stage: int, options: dict[str, Any]) -> None:
+    for name, (write, arguments) in WRITES.items():
+        plain = Student(**arguments)
+        optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
+        expected = _train(plain, write, optimizer, nullcontext)
+        module = Student(**arguments)
+        engine = ZeroEngine(stage, units=Block, **options)
+        engine.shard(module)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        attached: Any = engine.attach(torch.optim.SGD(trained, lr=0.1, momentum=0.5))
+        found = _train(module, write, attached, lambda engine=engine: engine.scope("training_step"))  # type: ignore[misc]
+        engine.unshard()
+        assert found == pytest.approx(expected, abs=1e-6), name
+        for (key, one), other in zip(plain.named_parameters(), module.parameters(), strict=True):
+            torch.testing.assert_close(other, one, msg=lambda text, at=(name, key): f"{at}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(2, {}), (3, {}), (3, {"offload": "cpu"})],
+    ids=["stage2", "stage3", "stage3-offload"],
+)
+def test_a_write_through_data_inside_a_step_counts(stage: int, options: dict[str, Any]) -> None:
+    worlds.run(_writes_in_steps, 2, stage, options)
+
+
+def _masters(rank: int, world: int) -> None:
+    module = Student()
+    engine = ZeroEngine(3, units=Block, precision=MixedPrecision(compute_dtype=torch.bfloat16))
+    engine.shard(module)
+    before = engine.full_param(module.blocks[0].linear.weight)  # type: ignore[union-attr, arg-type]
+    told = pytest.warns(RuntimeWarning, match="computes in 16 bits") if rank == 0 else nullcontext()
+    with told, engine.scope("training_step"):
+        module.blocks[0].linear.weight.data[0] = 0.25  # type: ignore[union-attr, index]
+    after = engine.full_param(module.blocks[0].linear.weight)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(after[0], torch.full((5,), 0.25))
+    assert torch.equal(after[1:], before[1:])  # nothing else is rounded
+
+
+def test_a_write_through_data_into_a_shard_of_16_bits_reaches_the_master() -> None:
+    worlds.run(_masters, 2)
+
+
+def _gathered(rank: int, world: int) -> None:
+    module = Student()
+    engine = ZeroEngine(3, units=Block)
+    engine.shard(module)
+    with pytest.raises(RuntimeError, match="was changed inside `gathered`"), engine.gathered(module):
+        module.head.bias.data.zero_()
+    with engine.gathered(module):
+        assert float(module.head.bias.data.sum()) != 5.0
+
+
+def test_a_write_through_data_inside_gathered_needs_write() -> None:
+    worlds.run(_gathered, 2)
