@@ -81,10 +81,11 @@ class UnitOwner:
                 " that earlier micro-batches of the same batch have: their backwards run before the step of later ones."
                 " Leave the call out: gradients are dropped before every batch."
             )
-        zero_grad = running_call_of(*_ZERO_GRADS) if index in gradients.waiting else None
+        zero_grad = running_call_of(*_ZERO_GRADS) if has_any and not gradients.is_spent else None
         if zero_grad is not None:
             change = buffer.window.drop if zero_grad.f_locals["set_to_none"] else buffer.window.zero
             change([index])
+            attached.close_idle(param)
             return None
         if gradients.is_summing and index in gradients.waiting:
             return gradients.show_sum(index)

@@ -159,3 +159,42 @@ def _gathered(rank: int, world: int) -> None:
 
 def test_a_write_through_data_inside_gathered_needs_write() -> None:
     worlds.run(_gathered, 2)
+
+
+class Looking(Student):
+    """Reads or drops gradients inside of its forward."""
+
+    def __init__(self, *, drops: bool) -> None:
+        super().__init__()
+        self.drops = drops
+        self.seen: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.drops:
+            self.zero_grad()
+        else:
+            self.seen.append(self.head.weight.grad is not None)
+        return super().forward(x)
+
+
+def _gradients_in_forward(rank: int, world: int, stage: int) -> None:
+    for drops in (False, True):
+        grads, seen = [], []
+        for is_plain in (True, False):
+            module = Looking(drops=drops)
+            engine = ZeroEngine(stage, units=Block)
+            if not is_plain:
+                engine.shard(module)
+            torch.manual_seed(1)
+            for _ in range(2):
+                module(torch.randn(4, 5)).backward()
+            grad = module.blocks[0].linear.weight.grad if is_plain else engine.full_grad(module.blocks[0].linear.weight)  # type: ignore[union-attr, arg-type]
+            grads.append(grad)
+            seen.append(module.seen)
+        torch.testing.assert_close(grads[1], grads[0])
+        assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_are_read_and_dropped_inside_of_a_forward(stage: int) -> None:
+    worlds.run(_gradients_in_forward, 2, stage)
