@@ -56,6 +56,7 @@ __all__ = [
     "copy_attributes",
     "end_writes",
     "face_of",
+    "filled_like",
     "handed_out",
     "has_class",
     "is_called_by",
@@ -479,7 +480,7 @@ class ReleasedParameter(OwnedParameter):
     def _use(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Gather, or refuse."""
         if func in FILL:
-            return _constant_like(args[0], FILL[func](*args, **kwargs), **kwargs)
+            return filled_like(args[0], func, args, kwargs)
         for leaf in tree_leaves((args, kwargs)):
             if has_class(leaf, ReleasedParameter):
                 owner = owner_of(leaf)
@@ -701,7 +702,28 @@ def _refusal(param: nn.Parameter, operation: str) -> str:
     )
 
 
-def _constant_like(param: torch.Tensor, value: float, **options: Any) -> torch.Tensor:
-    """Return a tensor of the parameter's shape that holds one element: optimizers may size their state by it."""
-    dtype, device = options.get("dtype") or param.dtype, options.get("device") or param.device
-    return torch.full((), value, dtype=dtype, device=device).expand(param.shape)
+def filled_like(
+    param: torch.Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return a tensor of the shape that a parameter without values has here, as ``zeros_like`` and the like fill it.
+
+    To code of an optimizer, which may size its states by it, one element that is expanded.
+    """
+    options = {**kwargs, "dtype": kwargs.get("dtype") or param.dtype}
+    with torch._C.DisableTorchFunctionSubclass():
+        if not _is_optimizer_running():
+            made: torch.Tensor = func(*args, **options)
+            return made
+        value, device = FILL[func](*args, **kwargs), kwargs.get("device") or param.device
+        return torch.full((), value, dtype=options["dtype"], device=device).expand(param.shape)
+
+
+def _is_optimizer_running() -> bool:
+    """Say whether a method of an optimizer is running, at any depth, its constructor for example."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_code.co_varnames
+        if frame.f_code.co_argcount and isinstance(frame.f_locals.get(names[0]), torch.optim.Optimizer):
+            return True
+        frame = frame.f_back
+    return False

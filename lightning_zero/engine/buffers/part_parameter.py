@@ -39,6 +39,7 @@ from lightning_zero.engine.buffers.parameter import (
     TO_EDGES,
     OwnedParameter,
     face_of,
+    filled_like,
     is_called_by,
     operation_of,
     remove_face,
@@ -330,8 +331,7 @@ def _operate(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, .
         return _beside_segments(func, name, args, kwargs)
     away = next((leaf for leaf in tensors if isinstance(leaf, OwnedParameter)), None)
     if away is not None and func in FILL and (known := _face_of(away)) is not None:
-        one = torch.full((), FILL[func](*args, **kwargs), dtype=kwargs.get("dtype") or away.dtype, device=away.device)
-        return known.mark(one.expand(known.local))  # as a released parameter's: optimizers may size their state by it
+        return known.mark(filled_like(away, func, args, kwargs))
     if away is not None:  # it is gathered, or its step is made; then the function is called again
         under: Any = getattr(type(away), "under", type(away))
         return under.__torch_function__(func, types, args, kwargs)

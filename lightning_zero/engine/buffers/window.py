@@ -539,6 +539,6 @@ def _ordinary_memory(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient whose elements have memory each: ``zeros_like`` of a released parameter is one element."""
+    """Return a gradient whose elements have memory each: one that was expanded has not."""
     is_strided = grad.layout is torch.strided
     return grad.contiguous() if is_strided and 0 in grad.stride() and grad.numel() > 1 else grad

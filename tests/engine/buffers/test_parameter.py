@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -179,15 +180,40 @@ def test_an_operation_gathers_where_that_is_allowed() -> None:
     assert type(param) is nn.Parameter
 
 
-def test_state_made_in_the_shape_of_a_parameter_takes_one_element() -> None:
-    owner = _Owner()
-    param = _released(owner)
-    for make, expected in ((torch.zeros_like, 0.0), (torch.ones_like, 1.0)):
-        state = make(param, dtype=torch.float64)
-        assert (state.shape, state.dtype, state.untyped_storage().nbytes()) == ((4, 3), torch.float64, 8)
-        assert state[0, 0].item() == expected
-    assert torch.full_like(param, 0.1)[1, 1].item() == pytest.approx(0.1)
-    assert torch.empty_like(param).isnan().all()
+FILLS: dict[str, Callable[..., torch.Tensor]] = {
+    "zeros": torch.zeros_like,
+    "ones": torch.ones_like,
+    "full": partial(torch.full_like, fill_value=0.1),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_a_tensor_made_in_the_shape_of_a_released_parameter_has_memory_and_its_options(name: str) -> None:
+    param, make = _released(_Owner()), FILLS[name]
+    made = make(param, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(made, make(torch.ones(4, 3, dtype=torch.float64)))
+    assert (made.requires_grad, type(made)) == (True, torch.Tensor)
+    assert not make(param).requires_grad
+    assert make(param).is_contiguous()
+    row = make(param)
+    row[3] = 7.0
+    assert torch.equal(row[:3], make(torch.ones(3, 3)))
+    assert torch.empty_like(param, device="meta").device.type == "meta"
+
+
+class _Sized(torch.optim.SGD):
+    """Makes states in its constructor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.made = {name: make(self.param_groups[0]["params"][0]) for name, make in FILLS.items()}
+
+
+def test_state_that_an_optimizer_makes_in_the_shape_of_a_released_parameter_takes_one_element() -> None:
+    optimizer = _Sized([_released(_Owner())])
+    for name, state in optimizer.made.items():
+        assert (state.shape, state.dtype, state.untyped_storage().nbytes()) == ((4, 3), torch.float32, 4)
+        assert torch.equal(state, FILLS[name](torch.ones(4, 3)))
 
 
 def test_a_read_of_the_gradient_brings_it() -> None:
