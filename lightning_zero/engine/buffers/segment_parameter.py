@@ -92,7 +92,7 @@ class SegmentParameter(ReducedParameter):
     def grad(self) -> torch.Tensor | None:
         """The gradient; in methods of the optimizer its shape is the segment's, as that of the parameter."""
         grad: torch.Tensor | None = super().grad
-        if self.whole is None and isinstance(grad, ShardedGradient):
+        if isinstance(grad, ShardedGradient) and self.whole is None:  # else `zero_grad` may have ended the window
             grad.__class__ = type(grad).in_methods
         return grad
 
