@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import MixedPrecision
+from lightning_zero.engine.buffers.parameter import _HANDED_OUT, handed_out
 from lightning_zero.engine.engine import ZeroEngine
 from tests import worlds
 
@@ -198,3 +199,99 @@ def _gradients_in_forward(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_are_read_and_dropped_inside_of_a_forward(stage: int) -> None:
     worlds.run(_gradients_in_forward, 2, stage)
+
+
+def _decay(param: nn.Parameter) -> None:
+    param.data.mul_(1.0 - 0.5 * float(param.grad.norm() > 0))  # type: ignore[union-attr]
+
+
+def _descend(param: nn.Parameter) -> None:
+    param.data.add_(param.grad, alpha=-0.5)  # type: ignore[arg-type]
+
+
+BY_HAND: dict[str, Callable[[nn.Parameter], None]] = {"decay": _decay, "descend": _descend}
+
+
+def _by_hand(module: Student, change: Callable[[nn.Parameter], None], optimizer: Any, *, reads_first: bool) -> None:
+    trained = [param for param in module.parameters() if param.requires_grad]
+    torch.manual_seed(1)
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            module(torch.randn(4, 5)).backward()
+        grads = [param.grad for param in trained] if reads_first else []
+        for param in trained:
+            change(param)
+        if step == 1:
+            optimizer.step()
+        grads.clear()
+        optimizer.zero_grad()
+
+
+def _window_opens_behind_data(rank: int, world: int, stage: int, options: dict[str, Any]) -> None:
+    for name, change in BY_HAND.items():
+        found = []
+        for reads_first in (False, True):
+            module = Student()
+            engine = ZeroEngine(stage, units=Block, **options)
+            engine.shard(module)
+            trained = [param for param in module.parameters() if param.requires_grad]
+            optimizer: Any = engine.attach(torch.optim.SGD(trained, lr=0.1))
+            _by_hand(module, change, optimizer, reads_first=reads_first)
+            found.append([engine.full_param(param) for param in module.parameters()])
+            engine.close()
+        for (key, _), one, other in zip(module.named_parameters(), *found, strict=True):
+            assert torch.equal(one, other), (name, key)
+
+
+BF16 = MixedPrecision(compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(0, {"precision": BF16}), (1, {"precision": BF16}), (2, {"offload": "cpu"}), (1, {})],
+    ids=["stage0-bf16", "stage1-bf16", "stage2-offload", "stage1"],
+)
+def test_a_write_through_data_that_was_read_before_the_gradient_counts(stage: int, options: dict[str, Any]) -> None:
+    worlds.run(_window_opens_behind_data, 2, stage, options)
+
+
+def _two_writes(rank: int, world: int) -> None:
+    module = Student()
+    engine = ZeroEngine(1, units=Block, precision=BF16)
+    engine.shard(module)
+    engine.attach(torch.optim.SGD(module.head.parameters(), lr=0.1))
+    with torch.autocast("cpu", torch.bfloat16):
+        module(torch.randn(4, 5)).backward()
+    weight = module.head.weight
+    before = weight.data
+    assert weight.grad is not None
+    before.mul_(0.5)
+    weight.data.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"`.data` of parameter `head.weight` was read before a read of `p.grad`"):
+        module(torch.randn(4, 5))
+    engine.close()
+
+
+def test_writes_through_data_of_before_and_behind_the_read_of_the_gradient_are_refused() -> None:
+    worlds.run(_two_writes, 2)
+
+
+def _memory(rank: int, world: int) -> None:
+    module = Student()
+    engine = ZeroEngine(1, units=Block, precision=BF16)
+    engine.shard(module)
+    trained = [param for param in module.parameters() if param.requires_grad]
+    engine.attach(torch.optim.SGD(trained, lr=0.1))
+    with torch.autocast("cpu", torch.bfloat16):
+        module(torch.randn(4, 5)).backward()
+    for param in module.parameters():
+        float(param.data.sum())
+    assert any(handed_out(param) for param in module.parameters())
+    assert module.head.weight.grad is not None
+
+    assert not any(one.before for one in _HANDED_OUT.values())
+    engine.close()
+
+
+def test_the_window_keeps_no_data_that_the_program_does_not() -> None:
+    worlds.run(_memory, 2)

@@ -40,6 +40,7 @@ from lightning_zero.engine.buffers.parameter import (
     end_writes,
     handed_out,
     has_class,
+    is_data_kept,
     is_written,
     num_writes,
     renew_writes,
@@ -452,12 +453,14 @@ class FlatBuffer:
 
     def _forget_handed_out(self) -> None:
         """Let go of results of ``data`` that no program keeps."""
-        shown, free = self.shown, set(range(len(self.params))) - self.entered
-        watched = [one for index in free for one in handed_out(self.params[index])]
-        num_inside = sum(one.untyped_storage()._cdata == shown.untyped_storage()._cdata for one in watched)
-        if watched and not self._is_kept(shown, own=self._num_own + num_inside):
-            for index in free:
-                end_writes(self.params[index])
+        free = [self.params[index] for index in range(len(self.params)) if index not in self.entered]
+        address = self.shown.untyped_storage()._cdata
+        are_inside = [one.untyped_storage()._cdata == address for param in free for one in handed_out(param)]
+        if not are_inside or any(is_data_kept(param) for param in free):
+            return
+        if not self._is_kept(self.shown, own=self._num_own + sum(are_inside)):
+            for param in free:
+                end_writes(param)
 
     @property
     def _rounded_writes(self) -> RoundedWrites | None:

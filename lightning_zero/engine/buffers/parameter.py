@@ -27,7 +27,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -50,6 +50,7 @@ __all__ = [
     "ReducedParameter",
     "ReleasedParameter",
     "WatchedParameter",
+    "begin_window",
     "begin_writes",
     "call_with_values",
     "class_over",
@@ -60,6 +61,7 @@ __all__ = [
     "handed_out",
     "has_class",
     "is_called_by",
+    "is_data_kept",
     "is_plain",
     "is_written",
     "name_of",
@@ -75,10 +77,12 @@ __all__ = [
     "restore_class",
     "set_face",
     "set_raw_grad",
+    "source_of",
     "swap_class",
     "unwatch",
     "user_class",
     "watch",
+    "written_before_window",
 ]
 
 
@@ -288,10 +292,19 @@ def _write_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
         owner.write_gradient(param, grad)
 
 
-_Handed = list[tuple[torch.Tensor | None, int]]
-# Results of `data` and their versions, which are their own; None: `data` was pointed elsewhere. By id of the parameter,
-# as long as it lives.
-_HANDED_OUT: dict[int, tuple[weakref.ref[torch.Tensor], _Handed]] = {}
+class _HandedOut:
+    """The results of ``data`` of one parameter, and their versions, which are their own."""
+
+    __slots__ = ("before", "now", "param")
+
+    def __init__(self, param: torch.Tensor) -> None:
+        key = id(param)
+        self.param = weakref.ref(param, lambda _: _HANDED_OUT.pop(key, None))
+        self.now: list[tuple[torch.Tensor | None, int]] = []  # None: `data` was pointed elsewhere
+        self.before: list[tuple[torch.Tensor, int]] = []  # read before the step window opened, of the whole parameter
+
+
+_HANDED_OUT: dict[int, _HandedOut] = {}  # by id of the parameter, as long as it lives
 
 
 def begin_writes(param: nn.Parameter) -> int:
@@ -304,11 +317,19 @@ def begin_writes(param: nn.Parameter) -> int:
     return renew_writes(param)
 
 
+def begin_window(param: nn.Parameter) -> int:
+    """Watch writes into a parameter that shows its segment from now on, and into results of ``data`` of before."""
+    before = [(data, data._version) for data in handed_out(param)]
+    version = begin_writes(param)
+    _handed_out_by(param).before = before
+    return version
+
+
 def renew_writes(param: nn.Parameter) -> int:
     """Take the writes into a parameter, and into results of its ``data``, as known; return its version."""
     found = _HANDED_OUT.get(id(param))
     if found is not None:
-        found[1][:] = [(data, data._version) for data, _ in found[1] if data is not None]
+        found.now = [(data, data._version) for data, _ in found.now if data is not None]
     with torch._C.DisableTorchFunctionSubclass():
         return param._version
 
@@ -319,7 +340,7 @@ def num_writes(param: nn.Parameter, version: int) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         num = param._version - version
         if found is not None:
-            num += sum(1 if data is None else data._version - before for data, before in found[1])
+            num += sum(1 if data is None else data._version - before for data, before in found.now)
         return num
 
 
@@ -331,14 +352,45 @@ def is_written(param: nn.Parameter, version: int) -> bool:
 def handed_out(param: nn.Parameter) -> list[torch.Tensor]:
     """Return the results of ``data`` that are watched."""
     found = _HANDED_OUT.get(id(param))
-    return [] if found is None else [data for data, _ in found[1] if data is not None]
+    return [] if found is None else [data for data, _ in found.now if data is not None]
+
+
+def is_data_kept(param: nn.Parameter) -> bool:
+    """Say whether the program has a result of ``data`` that is watched, itself and not a view of it."""
+    found = _HANDED_OUT.get(id(param))
+    return found is not None and max(_num_references(found.now), default=0) > _num_own_references()
+
+
+def _num_references(handed: Iterable[tuple[torch.Tensor | None, int]]) -> list[int]:
+    return [sys.getrefcount(pair[0]) for pair in handed if pair[0] is not None]
+
+
+@cache
+def _num_own_references() -> int:
+    return _num_references([(torch.empty(0, device="cpu"), 0)])[0]
+
+
+def written_before_window(param: nn.Parameter) -> list[torch.Tensor]:
+    """Return the results of ``data`` of before the window into which somebody wrote in it, once for each write."""
+    found = _HANDED_OUT.get(id(param))
+    if found is None or not found.before:
+        return []
+    written = [data for data, version in found.before if data._version != version]
+    found.before = [(data, data._version) for data, _ in found.before]
+    return written
+
+
+def source_of(data: torch.Tensor) -> torch.Tensor | None:
+    """Return the parameter in the step window of whose ``data`` a tensor is a result of before; None: of none."""
+    sources = (one.param() for one in _HANDED_OUT.values() if any(data is before for before, _ in one.before))
+    return next(sources, None)
 
 
 def note_pointed(param: nn.Parameter) -> None:
     """Note that ``data`` is pointed elsewhere: a segment without elements has no address that would tell."""
     found = _HANDED_OUT.get(id(param))
     if found is not None:
-        found[1].append((None, -1))
+        found.now.append((None, -1))
 
 
 def end_writes(param: nn.Parameter) -> None:
@@ -346,11 +398,11 @@ def end_writes(param: nn.Parameter) -> None:
     _HANDED_OUT.pop(id(param), None)
 
 
-def _handed_out_by(param: torch.Tensor) -> _Handed:
-    key = id(param)
-    if key not in _HANDED_OUT:
-        _HANDED_OUT[key] = weakref.ref(param, lambda _: _HANDED_OUT.pop(key, None)), []
-    return _HANDED_OUT[key][1]
+def _handed_out_by(param: torch.Tensor) -> _HandedOut:
+    found = _HANDED_OUT.get(id(param))
+    if found is None:
+        found = _HANDED_OUT[id(param)] = _HandedOut(param)
+    return found
 
 
 class ReducedParameter(nn.Parameter):
@@ -365,7 +417,7 @@ class ReducedParameter(nn.Parameter):
     def data(self) -> torch.Tensor:
         """The values."""
         values: torch.Tensor = super().data
-        _handed_out_by(self).append((values, values._version))
+        _handed_out_by(self).now.append((values, values._version))
         return values
 
     @data.setter

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_zero.boxes import Part
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.buffers.parameter import operation_of
+from lightning_zero.engine.buffers.parameter import name_of, operation_of, source_of
 from lightning_zero.errors import PipelineError, ShardedGradientError
 from lightning_zero.storage.residence import lazily_read_class
 from lightning_zero.trees import tree_map_only
@@ -356,14 +356,20 @@ def _cut_beside(grad: ShardedGradient | None, value: Any, name: str, is_written:
         shape, other = grad.shape, value.shape
     if cut is None or other == shape or (other.numel() == 1 and len(other) < 2 and not is_written):
         return value
-    if other == cut.shape and not is_written:
+    if other == cut.shape and (not is_written or _is_data_of(cut, value, grad)):
         return cut.of(value)
     raise ShardedGradientError(
         f"`{name}` got the {grad.noun} of `{cut.name}`, of which this rank holds {_range_of(cut)},"
         f" {'writes to' if is_written else 'and'} a tensor of shape {tuple(other)}. Give it one of the whole"
         f" parameter's shape, {tuple(cut.shape)}, which is cut, or of the segment's, {tuple(shape)}, as its result has."
-        f" {grad.remedy()}."
+        f" {grad.remedy()}." + (" If it is `p.data`, read `p.grad` first (`grad = p.grad`)." if is_written else "")
     )
+
+
+def _is_data_of(cut: Cut, value: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Say whether a tensor is ``data`` of a gradient's parameter, read before the gradient: its segment is written."""
+    source = source_of(value) if value.dtype == grad.dtype else None
+    return source is not None and name_of(source) == cut.name
 
 
 def require_same_part(mine: Cut | None, other: Cut | None, name: str) -> None:

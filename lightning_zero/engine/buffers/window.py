@@ -13,6 +13,7 @@ from lightning_zero.engine.buffers.assigned_gradients import Digest, Source, com
 from lightning_zero.engine.buffers.gradients import BufferGradients
 from lightning_zero.engine.buffers.parameter import (
     ReducedParameter,
+    begin_window,
     begin_writes,
     end_writes,
     face_of,
@@ -23,6 +24,7 @@ from lightning_zero.engine.buffers.parameter import (
     set_raw_grad,
     swap_class,
     user_class,
+    written_before_window,
 )
 from lightning_zero.engine.buffers.segment_parameter import SegmentParameter, ShardedValues, segment_parameter_class
 from lightning_zero.engine.buffers.sharded_gradient import (
@@ -92,8 +94,8 @@ class BufferWindow:
         if not same:
             with torch._C.DisableTorchFunctionSubclass():
                 param.data = segment
+        self._versions[index] = begin_writes(param) if index in self._entered else begin_window(param)
         self._entered.add(index)
-        self._versions[index] = begin_writes(param)
         values.forget_rounding()
         self._let_grad_be_written(index)
 
@@ -424,7 +426,30 @@ class BufferWindow:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if self._points_elsewhere(index):
                 self._take_all_values()
+            if index in self._entered:
+                self._take_earlier(index)
         return index in self._moved
+
+    def _take_earlier(self, index: int) -> None:
+        """Copy what was written into results of ``data`` that were read before the window opened into the segment.
+
+        Raises:
+            RuntimeError: The segment was written too, or they have another dtype.
+        """
+        param, segment = self._spec.params[index], ordinary(self._values.segment(index))
+        for data in written_before_window(param):
+            self._moved.add(index)
+            if data.untyped_storage()._cdata == segment.untyped_storage()._cdata:
+                continue
+            is_other = data.dtype != segment.dtype
+            if is_other or is_written(param, self._versions[index]):
+                reason = f"has {data.dtype} there" if is_other else "was written in both"
+                raise RuntimeError(
+                    f"`.data` of parameter `{self._spec.layout.slots[index].name}` was read before a read of `p.grad`"
+                    f" and written behind it, and the parameter {reason}. Read `p.grad` first"
+                    " (`grad = p.grad`), and `p.data` behind it."
+                )
+            segment.copy_(self._own_part(index, data, segment))
 
     def _points_elsewhere(self, index: int) -> bool:
         param = self._spec.params[index]
