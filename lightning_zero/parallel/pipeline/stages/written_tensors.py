@@ -135,8 +135,8 @@ class _Before(NamedTuple):
 
     @property
     def shows_writes(self) -> bool:
-        """Whether other values are writes."""
-        return self.is_buffer or self.of_class is nn.Parameter
+        """Whether other values are writes: it is no parameter whose class answers for its values."""
+        return self.is_buffer or self.of_class.__torch_function__ is nn.Parameter.__torch_function__
 
     def copied(self) -> Tensor:
         """Return a copy of the values; in host memory if it is large, for a stage may have no room for it."""
