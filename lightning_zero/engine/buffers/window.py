@@ -431,7 +431,7 @@ class BufferWindow:
         return index in self._moved
 
     def _take_earlier(self, index: int) -> None:
-        """Copy what was written into results of ``data`` that were read before the window opened into the segment.
+        """Copy results of ``data`` of before the window, into which somebody has written since, into the segment.
 
         Raises:
             RuntimeError: The segment was written too, or they have another dtype.

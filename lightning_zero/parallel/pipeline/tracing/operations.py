@@ -334,7 +334,8 @@ def _tensors_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def _value_of(tensor: Tensor) -> str:
     """Return a checksum of a small tensor's values on the host; else an empty text."""
     is_plain = type(tensor) is Tensor or type(tensor).__torch_function__ is nn.Parameter.__torch_function__
-    if not is_plain or tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.numel() > _MOST_COMPARED or tensor.is_quantized:
+    is_plain = is_plain and tensor.layout is torch.strided
+    if not is_plain or tensor.device.type != "cpu" or tensor.numel() > _MOST_COMPARED or tensor.is_quantized:
         return ""
     with torch.no_grad(), unset_fake_temporarily():
         values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
