@@ -350,7 +350,7 @@ def test_the_host_waits_in_no_backward_for_gradients_on_their_way_to_disks(place
     assert worlds.run(_waits_in_backward, 2, placement) == [[], []]
 
 
-def _warned(rank: int, world: int) -> list[str]:
+def _warned(rank: int, world: int, is_seen: bool) -> list[str]:
     with SimulatedDevice(["others"]) as device, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         one = _Training("cuda", BF16, stage=1)
@@ -359,15 +359,21 @@ def _warned(rank: int, world: int) -> list[str]:
             one.backward(step)
             with one.engine.scope("training_step"):
                 for param in one.module.parameters():
-                    param.data.mul_(0.5)
+                    values = param.data
+                    if not is_seen:  # a tensor whose versions are its own
+                        memory = values.untyped_storage(), values.storage_offset(), values.shape
+                        values = torch.empty(0, dtype=values.dtype, device=values.device).set_(*memory)
+                    values.mul_(0.5)
             one.step()
             assert all(place.endswith("program") for place in device.waits)
         one.engine.close()
     return [str(one.message) for one in caught if "computes in 16 bits" in str(one.message)]
 
 
-def test_a_write_in_16_bits_on_a_device_is_told_of_without_a_wait() -> None:
-    assert [len(one) for one in worlds.run(_warned, 2)] == [1, 1]
+@pytest.mark.parametrize(("is_seen", "warnings_by_rank"), [(True, [1, 0]), (False, [1, 1])])
+def test_a_write_in_16_bits_on_a_device_is_told_of_without_a_wait(is_seen: bool, warnings_by_rank: list[int]) -> None:
+    """Writes that versions show are told by rank 0, and others by each rank whose values have changed."""
+    assert [len(one) for one in worlds.run(_warned, 2, is_seen)] == warnings_by_rank
 
 
 # -- Deferred steps ----------------------------------------------------------------------------------------------------
