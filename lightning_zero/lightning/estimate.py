@@ -22,7 +22,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim.methods import needs_closure
 from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.rehearsal import Rehearsed, Trainee, pretended_world, rehearse
-from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast, plain
+from lightning_zero.forecast.settings import PERSISTENT, MemoryForecast, Setting, SettingForecast, plain
 from lightning_zero.lightning.fitted_forecast import rehearse_fit
 from lightning_zero.lightning.forecast_options import (
     Optimizers,
@@ -61,7 +61,6 @@ _SHARED = (
     "process_group_backend",
     "expert_parallel",
 )
-_PERSISTENT = ("parameters", "gradients", "optimizer")
 
 
 def estimate_memory(
@@ -189,9 +188,9 @@ def _forecast(
     return SettingForecast(
         setting=setting,
         is_own=is_own,
-        device={kind: found.device[kind] for kind in _PERSISTENT} | {"buffers": found.at_peak["buffers"]},
-        host={kind: found.host[kind] for kind in _PERSISTENT} | {"windows": found.windows},
-        disk={kind: found.disk[kind] for kind in _PERSISTENT},
+        device={kind: found.device[kind] for kind in PERSISTENT} | {"buffers": found.at_peak["buffers"]},
+        host={kind: found.host[kind] for kind in PERSISTENT} | {"windows": found.windows},
+        disk={kind: found.disk[kind] for kind in PERSISTENT},
         peak_bytes=found.peak.nbytes,
         at_peak=found.at_peak,
         phase=found.peak.phase,

@@ -7,7 +7,7 @@ bytes are those of ``simulate_step``, of rank 0.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol
@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
-from lightning_zero.comm.traffic import CollectiveCall
 from lightning_zero.forecast.live_bytes import Moment
 from lightning_zero.forecast.rehearsal import Rehearsed
 from lightning_zero.forecast.settings import Setting
+from lightning_zero.forecast.simulation import Simulation
 from lightning_zero.lightning.forecast_options import Optimizers, copied_module
 from lightning_zero.lightning.simulate import simulate_step
 from lightning_zero.lightning.strategy import ZeroStrategy
 
-__all__ = ["rehearse_fit"]
+__all__ = ["rehearse_fit", "require_node", "sent_bytes", "with_setting"]
 
 
 class Program(Protocol):
@@ -59,11 +59,10 @@ def rehearse_fit(
         ValueError: A scope is a node, and nobody has said how many ranks it has; the module is no ``LightningModule``,
             or its fit fails.
     """
-    if setting.sharding.uses_launcher and ranks_per_node is None:
-        raise ValueError(f"`{setting.sharding}`: say how many ranks a node has, with `ranks_per_node=8`.")
+    require_node(setting, ranks_per_node)
     found = simulate_step(
         partial(_made, program.module, program.loss),
-        _with_setting(strategy, setting),
+        with_setting(strategy, setting),
         world_size=world_size,
         batch=program.batch,
         optimizer=program.optimizer,
@@ -73,7 +72,7 @@ def rehearse_fit(
         accumulate_grad_batches=program.microbatches,
         gradient_clip_val=1.0 if program.clips else None,
     )
-    calls = [one.call for one in found.calls]
+    sent, across = sent_bytes(found, ranks_per_node)
     return Rehearsed(
         device=dict(found.device),
         host=dict(found.host),
@@ -81,12 +80,23 @@ def rehearse_fit(
         windows=0,
         peak=Moment(found.peak_bytes, found.phase, found.module, "", ()),
         at_peak=dict(found.at_peak),
-        sent=sum(one.sent_bytes for one in calls),
-        sent_across=0 if ranks_per_node is None else _across(calls, ranks_per_node),
+        sent=sent,
+        sent_across=across,
     )
 
 
-def _with_setting(strategy: ZeroStrategy, setting: Setting) -> ZeroStrategy:
+def require_node(setting: Setting, ranks_per_node: int | None) -> None:
+    """Refuse a scope of a node if nobody has said how many ranks a node has.
+
+    Raises:
+        ValueError: That is so.
+    """
+    if setting.sharding.uses_launcher and ranks_per_node is None:
+        raise ValueError(f"`{setting.sharding}`: say how many ranks a node has, with `ranks_per_node=8`.")
+
+
+def with_setting(strategy: ZeroStrategy, setting: Setting) -> ZeroStrategy:
+    """Return a strategy with the sharding, offloading and checkpointing of a setting, and its other options."""
     found = copy.copy(strategy)
     found.sharding, found.stage = setting.sharding, setting.sharding.stage
     found.offload, found.activation_checkpointing = setting.offload, setting.activation_checkpointing
@@ -113,6 +123,9 @@ def _made(
     return made
 
 
-def _across(calls: Sequence[CollectiveCall], ranks_per_node: int) -> int:
-    """Return the bytes of calls between ranks of several nodes."""
-    return sum(one.sent_bytes for one in calls if len({rank // ranks_per_node for rank in one.ranks}) > 1)
+def sent_bytes(simulation: Simulation, ranks_per_node: int | None) -> tuple[int, int]:
+    """Return the bytes that a rank sends in a step, and those of them in calls between nodes, if these are known."""
+    calls = [one.call for one in simulation.calls]
+    node = ranks_per_node or simulation.world_size
+    across = (one for one in calls if len({rank // node for rank in one.ranks}) > 1)
+    return sum(one.sent_bytes for one in calls), sum(one.sent_bytes for one in across)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from lightning_zero.forecast.settings import PERSISTENT, Setting, SettingForecast
 from lightning_zero.forecast.simulation import Simulation
+from lightning_zero.lightning.fitted_forecast import require_node, sent_bytes, with_setting
 from lightning_zero.lightning.simulate import simulate_copy
 from lightning_zero.lightning.strategy import ZeroStrategy
 
@@ -46,10 +46,9 @@ def forecast_stages(
     rows = []
     for setting in settings:
         is_own = own == (setting.sharding, setting.offload, setting.activation_checkpointing)
-        if setting.sharding.uses_launcher and ranks_per_node is None:
-            raise ValueError(f"`{setting.sharding}`: say how many ranks a node has, with `ranks_per_node=8`.")
+        require_node(setting, ranks_per_node)
         if is_own or _is_for_stages(setting, strategy):
-            of_setting = partial(fit, _with_setting(strategy, setting))
+            of_setting = partial(fit, with_setting(strategy, setting))
             rows.append(_forecast(setting, of_setting, accumulate_grad_batches, is_own=is_own, node=ranks_per_node))
     return rows
 
@@ -70,10 +69,10 @@ def _forecast(setting: Setting, fit: Fit, num_batches: int, *, is_own: bool, nod
     peaks = [one.peak_bytes for one in stages]
     worst = peaks.index(max(peaks))
     one = stages[worst]
-    sent, across = _sent(one, node)
+    sent, across = sent_bytes(one, node)
     if num_batches > 2:  # each further one sends as much as the second
         once = list(fit(accumulate_grad_batches=1).values())[worst]
-        once_sent, once_across = _sent(once, node)
+        once_sent, once_across = sent_bytes(once, node)
         sent += (num_batches - 2) * (sent - once_sent)
         across += (num_batches - 2) * (across - once_across)
     return SettingForecast(
@@ -91,18 +90,3 @@ def _forecast(setting: Setting, fit: Fit, num_batches: int, *, is_own: bool, nod
         pipeline_stage=worst,
         peak_by_stage=peaks,
     )
-
-
-def _with_setting(strategy: ZeroStrategy, setting: Setting) -> ZeroStrategy:
-    found = copy.copy(strategy)
-    found.sharding, found.stage = setting.sharding, setting.sharding.stage
-    found.offload, found.activation_checkpointing = setting.offload, setting.activation_checkpointing
-    return found
-
-
-def _sent(simulation: Simulation, node: int | None) -> tuple[int, int]:
-    """Return the bytes that a rank sends, and those of them in calls between nodes."""
-    calls = [one.call for one in simulation.calls]
-    node = node or simulation.world_size
-    across = (one for one in calls if len({rank // node for rank in one.ranks}) > 1)
-    return sum(one.sent_bytes for one in calls), sum(one.sent_bytes for one in across)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from lightning_zero.comm.traffic import CollectiveCall
 from lightning_zero.moe import MoE
 from lightning_zero.moe.routing import Router, Routing, count_choices
 from tests import worlds
+from tests.contracts import test_simulated_steps
 from tests.contracts.test_forecast import MODELS, Attention
 from tests.contracts.test_simulated_steps import STEPS, Written
 from tests.lightning_programs import nodes, trainer
@@ -96,18 +96,8 @@ def _ids() -> Tensor:
 AXES_MODELS: dict[str, tuple[type[nn.Module], Any]] = {**MODELS, "moe": (Mixture, _ids), "mixtral": (Mixtral, _ids)}
 
 
-class Fitted(pl.LightningModule):
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        self.net = AXES_MODELS[model][0]()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch)
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
+class Fitted(test_simulated_steps.Fitted):
+    models = AXES_MODELS
 
 
 @dataclass(frozen=True)
