@@ -1,4 +1,4 @@
-"""The places of modules and parameters in a module: an engine is kept for the next run if they are those it sharded.
+"""The engine that a module keeps between runs, and the places of its parts by which it is the right one.
 
 Many programs make a loss with weights anew in every `setup`: modules that have buffers only do not count.
 """
@@ -6,15 +6,51 @@ Many programs make a loss with weights anew in every `setup`: modules that have 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_zero.engine.buffers.parameter import ReleasedParameter, has_class, owner_of
+from lightning_zero.engine.engine import ZeroEngine
 
-__all__ = ["Places", "buffer_places_of", "convert_buffers", "modules_of", "places_of", "refuse_orphans"]
+__all__ = [
+    "Places",
+    "buffer_places_of",
+    "convert_buffers",
+    "keep_engine",
+    "let_engines_go",
+    "modules_of",
+    "places_of",
+    "refuse_orphans",
+]
 
 Places = list[tuple[str, int]]
+
+_KEY = "_zero_engine"
+
+
+class _KeptEngine:
+    """An engine that a module keeps; copies and files of the module have None."""
+
+    __slots__ = ("engine",)
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def keep_engine(module: nn.Module, engine: ZeroEngine) -> None:
+    """Let a module keep its engine until its next run: the Trainer, which has it too, may be gone by then."""
+    vars(module)[_KEY] = _KeptEngine(engine)
+
+
+def let_engines_go(module: nn.Module) -> None:
+    """Let a module, and the modules in it, keep no engine: that of the run that begins is the Trainer's."""
+    for child in module.modules():
+        vars(child).pop(_KEY, None)
 
 
 def places_of(module: nn.Module) -> Places:
@@ -58,14 +94,13 @@ def refuse_orphans(module: nn.Module) -> None:
     """Refuse a module with parameters of an engine that is gone.
 
     Raises:
-        RuntimeError: The Trainer of an earlier run, which had it, was dropped.
+        RuntimeError: A parameter has no values any more.
     """
     for name, param in module.named_parameters():
         if has_class(param, ReleasedParameter) and owner_of(param) is None:
             raise RuntimeError(
-                f"`{name}` was sharded by the strategy of an earlier Trainer, which the program has dropped with the"
-                " values of other ranks. Keep that Trainer (`first = Trainer(...)`) until the next run of the module"
-                " has begun, or load a checkpoint into a new module."
+                f"`{name}` was sharded by the strategy of an earlier Trainer, and its values are gone with the engine,"
+                " which the module had kept. Load a checkpoint into a new module."
             )
 
 

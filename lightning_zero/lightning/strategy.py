@@ -55,7 +55,15 @@ from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.layer_costs import layer_costs
 from lightning_zero.lightning.loader_states import note_loader_states, remake_loaders
 from lightning_zero.lightning.pipelined_steps import PipelinedSteps
-from lightning_zero.lightning.places import Places, buffer_places_of, convert_buffers, places_of, refuse_orphans
+from lightning_zero.lightning.places import (
+    Places,
+    buffer_places_of,
+    convert_buffers,
+    keep_engine,
+    let_engines_go,
+    places_of,
+    refuse_orphans,
+)
 from lightning_zero.lightning.precision import LossScale, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks, tell_before_callbacks
 from lightning_zero.lightning.sample_counts import count_samples_once
@@ -390,6 +398,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             parallelism.begin(module)
         recipe = self._recipe()
         engine = next((engine for engine in _made_for if engine.module is module), None)
+        let_engines_go(module)
         kept_for, kept_sync, kept_places = (None, None, None) if engine is None else _made_for[engine]
         layer_sync = self._layer_sync if is_fitting else kept_sync  # as under DDPStrategy, for fits only
         are_torn = are_rounded = False
@@ -859,6 +868,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._stored.clear()
+        if self._engine is not None:
+            keep_engine(self._sharded_module, self._engine)
         try:
             self._finish_saving()
         finally:

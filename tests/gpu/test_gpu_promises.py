@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.lightning.precision import LossScale
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Ranks
@@ -322,8 +321,7 @@ def _fp16(rank: int, world: int, device: str, stages: tuple[Any, ...]) -> list[f
     reference, _ = _fit(rank, world, device, "ddp", plugins=_half(device))
     found = []
     for stage in stages:
-        strategy = ZeroStrategy(stage, loss_scale=LossScale(init_scale=SCALE))
-        module, _ = _fit(rank, world, device, strategy, plugins=_half(device))
+        module, _ = _fit(rank, world, device, ZeroStrategy(stage), plugins=_half(device))
         assert len(module.losses) == len(reference.losses) == 50
         found.append(max(abs(a - b) / b for a, b in zip(module.losses, reference.losses, strict=True)))
     return found
@@ -340,12 +338,10 @@ def test_fp16_mixed_trains_as_ddp_within_one_percent(world: int, device: str) ->
 def _overflow(rank: int, world: int, device: str, stage: Any) -> tuple[list[float], bool]:
     module = _net()
     module.overflow_at = 20
-    strategy = ZeroStrategy(stage, loss_scale=LossScale(init_scale=SCALE, hysteresis=1))
-    module, weights = _fit(rank, world, device, strategy, plugins=_half(device), module=module, limit_train_batches=21)
-    before = _fit(
-        rank, world, device, ZeroStrategy(stage, loss_scale=LossScale(init_scale=SCALE)), plugins=_half(device),
-        limit_train_batches=20,
-    )[1]  # fmt: skip
+    module, weights = _fit(
+        rank, world, device, ZeroStrategy(stage), plugins=_half(device), module=module, limit_train_batches=21
+    )
+    before = _fit(rank, world, device, ZeroStrategy(stage), plugins=_half(device), limit_train_batches=20)[1]
     return module.scales, all(torch.equal(weights[name], before[name]) for name in before)
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torchmetrics.classification import BinaryPrecisionRecallCurve
 
-from lightning_zero.lightning.places import buffer_places_of, convert_buffers, places_of
+from lightning_zero.lightning.places import (
+    buffer_places_of,
+    convert_buffers,
+    keep_engine,
+    let_engines_go,
+    places_of,
+)
 
 
 def _rename(module: nn.Sequential) -> None:
@@ -73,3 +83,14 @@ def test_buffers_of_all_modules_are_converted_and_parameters_are_not() -> None:
     assert [buffer.dtype for buffer in module.buffers()] == [torch.bfloat16] * 3 + [torch.int64]
     assert all(param.dtype == torch.float32 for param in module.parameters())
     assert "weights" not in module.state_dict()
+
+
+def test_a_module_keeps_its_engine_and_copies_of_it_do_not() -> None:
+    module, engine = nn.Sequential(nn.Linear(2, 2)), object()
+    held: Any = engine
+    keep_engine(module, held)
+    assert [one for one in gc.get_referrers(engine) if type(one).__name__ == "_KeptEngine"]
+    assert vars(copy.deepcopy(module))["_zero_engine"] is None
+    assert vars(pickle.loads(pickle.dumps(module)))["_zero_engine"] is None
+    let_engines_go(nn.Sequential(module))
+    assert not [one for one in gc.get_referrers(engine) if type(one).__name__ == "_KeptEngine"]

@@ -13,6 +13,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.sharded_gradient import norm_of_norms, norms_of
 from lightning_zero.engine.buffers.window import compare_assigned
+from lightning_zero.engine.optim.exact_norms import norm_over_ranks_exactly
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 
@@ -71,8 +72,17 @@ class WholeGradients:
         parts = self._parts
         if parts is not None:
             places = [(buffer, index) for buffer, index in places if parts.is_counted_here(buffer.params[index])]
-        norms = [norm for buffer, indices in by_buffer(places) for norm in _norms(buffer, indices, order)]
-        norm = norm_of_norms(norms, order, self.communicator if is_sharded else None)
+        over = self.communicator if is_sharded else None
+        if has_double and order == 2.0:
+            pieces = [
+                piece
+                for buffer, indices in by_buffer(places)
+                for piece in _pieces(buffer, indices, buffer.gradients.for_reading())
+            ]
+            norm = norm_over_ranks_exactly(pieces, over, self.communicator.device)
+        else:
+            norms = [norm for buffer, indices in by_buffer(places) for norm in _norms(buffer, indices, order)]
+            norm = norm_of_norms(norms, order, over)
         norm = norm if parts is None else parts.combine_norms(norm.to(self.communicator.device), order)
         return norm.to(torch.float64 if has_double else torch.float32)
 

@@ -145,7 +145,7 @@ class _Forward:
             policy = self.forecast.policy or "offload"
         if policy == "none":
             return run(*args, **kwargs)
-        if self._partition is not None and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (self._partition is not None or policy == "offload"):
             return _run_eagerly(self, *args, **kwargs)
         if any(map(is_empty_cache, kwargs.values())):
             _tell_of_caches()
@@ -228,7 +228,7 @@ class _WithWitnesses:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run_eagerly(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Make a call between two graphs: a gather is not part of one."""
+    """Make a call between two graphs: gathers, and copies to the host, are not part of one."""
     return call(*args, **kwargs)
 
 
