@@ -271,6 +271,9 @@ class SimulatedDevice:
             assert getattr(self._local, "is_set", False), "a thread of the package is on the first device of the node"
         return getattr(self._local, "stream", self.compute)
 
+    def _raw_stream(self, index: int) -> int:
+        return id(self.current())
+
     @contextlib.contextmanager
     def in_stream(self, stream: _Stream) -> Iterator[None]:
         before = self.current()
@@ -279,6 +282,43 @@ class SimulatedDevice:
             yield
         finally:
             self._local.stream = before
+
+    def keep_streams(self, output: Tensor, stream: _Stream) -> None:
+        """Run the backward of an output in a stream, down to leaves and nodes that have been kept, as PyTorch does.
+
+        Call it behind a forward in the stream. ``compute`` waits for each node but the leaves.
+        """
+        caller, nodes = self.compute, [output.grad_fn]
+        while nodes:
+            node: Any = nodes.pop()
+            if node is None or node.metadata.setdefault("stream", stream) is not stream:
+                continue
+            nodes += [below for below, _ in node.next_functions]
+            is_leaf = not node.next_functions
+
+            def enter(grads: Any) -> None:
+                stream.wait_stream(caller)
+                self._keep(grads, stream)
+                self._local.stream = stream
+
+            def leave(grads: Any, _: Any, is_leaf: bool = is_leaf) -> None:
+                self._local.stream = caller
+                if not is_leaf:
+                    caller.wait_stream(stream)
+                    self._keep(grads, caller)
+
+            node.register_prehook(enter)
+            node.register_hook(leave)
+
+    def _keep(self, tensors: Sequence[Tensor | None], stream: _Stream) -> None:
+        for one in tensors:
+            if one is not None:
+                self.record_stream(one, stream)
+
+    def wait_at_end(self, loss: Tensor, stream: _Stream) -> None:
+        """Let a backward end behind the gradients in a stream, as PyTorch does."""
+        end = torch.autograd.Variable._execution_engine.queue_callback
+        loss.register_hook(lambda _: end(lambda: self.compute.wait_stream(stream)))  # type: ignore[no-untyped-call]
 
     def _new_event(self, *, enable_timing: bool) -> _TimedEvent:
         assert enable_timing, "other events are recorded by their stream"
@@ -436,7 +476,10 @@ class SimulatedDevice:
             "get_rng_state": lambda device="cuda": torch.get_rng_state(),
             "set_rng_state": lambda state, device="cuda": None,
             "_lazy_init": lambda: None,
+            "is_current_stream_capturing": lambda: False,
         }
+        raw = self._raw_stream
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", raw, create=True))
         stack.enter_context(mock.patch.object(torch.accelerator, "is_available", return_value=False))
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ __all__ = [
     "DeviceMemory",
     "Landing",
     "Stamp",
+    "WorkStream",
     "finish_device",
     "finish_stream",
     "first_call_of_thread",
@@ -38,6 +39,8 @@ __all__ = [
     "memory_of",
     "unlock_pages",
 ]
+
+_Result = TypeVar("_Result")
 
 
 class Landing:
@@ -158,6 +161,64 @@ class Copies:
         self._step.synchronize()
 
 
+class WorkStream:
+    """Keeps work in order that a program asks for in several streams: it is all done in one of them.
+
+    Streams are compared by number, so that a program with one stream pays for the comparison only. While a stream is
+    captured in a CUDA graph nothing waits, because a capture begins when the device has done everything.
+
+    Args:
+        device: A CUDA device; the CPU has no streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = -1 if device.type != "cuda" else _index_of(device)
+        self._stream: Any = None
+        self._raw = 0
+        self._entered: set[int] = set()  # streams that have waited for it since it was moved
+        self.move_here()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is the current stream."""
+        return self._index < 0 or torch._C._cuda_getCurrentRawStream(self._index) == self._raw
+
+    def move_here(self) -> None:
+        """Be the current stream from now on, which waits for the work so far."""
+        if self._index < 0 or (self.is_current and self._stream is not None):
+            self._entered.clear()
+            return
+        self.wait()
+        self._stream = torch.cuda.current_stream(self._index)
+        self._raw = torch._C._cuda_getCurrentRawStream(self._index)
+        self._entered.clear()
+
+    def wait(self) -> None:
+        """Let the current stream wait for its work so far."""
+        if self._stream is not None and not (self.is_current or torch.cuda.is_current_stream_capturing()):
+            torch.cuda.current_stream(self._index).wait_stream(self._stream)
+
+    def enter(self) -> bool:
+        """Let the current stream wait for it, once; say whether it did."""
+        if self.is_current or (raw := torch._C._cuda_getCurrentRawStream(self._index)) in self._entered:
+            return False
+        self.wait()
+        self._entered.add(raw)
+        return True
+
+    def run(self, call: Callable[..., _Result], *args: Any) -> _Result:
+        """Call a function in it: behind the work of the current stream, which waits for it."""
+        if self.is_current:
+            return call(*args)
+        current = torch.cuda.current_stream(self._index)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                return call(*args)
+        finally:
+            current.wait_stream(self._stream)
+
+
 class DeviceMemory(NamedTuple):
     """The memory of a CUDA device, in bytes.
 
@@ -262,8 +323,12 @@ def first_call_of_thread(device: torch.device) -> Callable[[], None]:
     """
     if device.type != "cuda":
         return lambda: None
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index_of(device)
     return lambda: torch.cuda.set_device(index)
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _new_stream(device: torch.device) -> Any:

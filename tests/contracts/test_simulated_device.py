@@ -282,6 +282,64 @@ def test_bits_do_not_depend_on_the_thread_that_waits() -> None:
     assert torch.equal(few, many)
 
 
+# -- Streams of the program --------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Computes one half in a stream of its own, in PyTorch's order."""
+
+    def __init__(self, side: Any, keep: Callable[[Tensor, Any], None]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self._side, self._keep = side, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.cuda.current_stream()
+        if x.requires_grad:
+            self._keep(x, main)
+        self._side.wait_stream(main)
+        left: Tensor = self.a(x)
+        with torch.cuda.stream(self._side):
+            right: Tensor = self.b(x)
+        self._keep(right, self._side)
+        main.wait_stream(self._side)
+        x.record_stream(self._side)
+        right.record_stream(main)
+        return left + right
+
+
+def _trained_in_branches(rank: int, world: int, options: dict[str, Any], eager: tuple[str, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    with SimulatedDevice(eager) as device:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        module: Any = nn.Sequential(*(Branches(side, device.keep_streams) for _ in range(2))).to("cuda")
+        communication = Communication(backend=BACKEND, prefetch=world - 1)  # 0: each average is copied at once
+        engine = ZeroEngine(units=["Branches"], device=torch.device("cuda"), communication=communication, **options)
+        module = engine.shard(module)
+        optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=0.01))
+        for step in range(3):
+            batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + step)).to("cuda")
+            with engine.scope("training_step"):
+                loss = module(batch).square().mean()
+            device.wait_at_end(loss, side)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.flush()
+        weights = [engine.full_param(param).cpu() for param in module.parameters()]
+        engine.close()
+    return weights
+
+
+@pytest.mark.parametrize("placement", sample(["stage1", "stage2", "stage2-cpu", "stage3"], "stage2-cpu", "stage3"))
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_arrive_on_two_streams_are_summed_in_order(world: int, placement: str) -> None:
+    expected = worlds.run(_trained_in_branches, world, PLACEMENTS[placement], AT_ONCE)
+    for eager in SCHEDULES.values():
+        found = worlds.run(_trained_in_branches, world, PLACEMENTS[placement], eager)
+        assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True)), eager
+
+
 # -- Waits of the host -------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.storage.copies import Copies, keep_for_stream
+from lightning_zero.storage.copies import Copies, WorkStream, keep_for_stream
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 NUMEL = 2**22  # long enough not to be done by chance
@@ -61,3 +61,29 @@ def test_memory_that_another_stream_still_reads_is_not_taken_again() -> None:
 
 def test_memory_of_the_host_is_nobodys_stream() -> None:
     keep_for_stream(torch.zeros(1))
+
+
+def test_on_a_cpu_every_stream_is_the_current_one() -> None:
+    stream = WorkStream(torch.device("cpu"))
+    stream.move_here()
+    stream.wait()
+    assert stream.is_current
+    assert not stream.enter()
+    assert stream.run(max, 1, 2) == 2
+
+
+@pytest.mark.gpu
+def test_work_of_two_streams_is_done_in_one() -> None:
+    stream, other = WorkStream(torch.device("cuda")), torch.cuda.Stream()
+    values = torch.zeros(NUMEL, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(100_000_000)  # cycles
+        values.add_(1)
+        stream.run(values.mul_, 2)
+        values.add_(1)
+        assert stream.enter()
+        assert not stream.enter()
+    stream.wait()
+    torch.cuda.current_stream().wait_stream(other)
+    assert bool((values == 3).all())

@@ -31,6 +31,11 @@ Note [Gradients used inside explicit]
     loop, where each ``loss.backward()`` ends itself. A rank that reads nothing ends at the end of ``explicit``, or at
     the next ``backward()`` of the loss, where every rank ends the one before: it cannot know whether others have used
     gradients. ``watch_loss`` tells that such a backward begins, also to a rank whose loss has no parameters.
+
+Note [Gradients on several streams]
+    PyTorch puts a gradient down in the stream of the parameter's first use in the forward. A program may compute parts
+    of a unit in streams of its own; their gradients are summed and reduced in one, that of the program around the
+    backward, which waits for theirs (``Reducer.stream``).
 """
 
 from __future__ import annotations
@@ -131,6 +136,7 @@ class Backward:
             shows_gradients: Code of the program runs in it, which may use gradients.
         """
         try:
+            self._reducer.stream.move_here()
             running = self.arm(is_explicit=True)
             running.is_explicit, running.shows_gradients = True, shows_gradients
             yield
@@ -268,16 +274,18 @@ class Backward:
         def show(param: nn.Parameter) -> None:
             alive = backward()
             if alive is not None:
+                alive._reducer.stream.wait()
                 alive._shown.show(alive._units[number].buffers[place], index, param)
 
         def take(param: nn.Parameter) -> None:
             alive = backward()
             if alive is not None:
-                alive._take_gradient(alive._units[number], place, index, param)
+                alive._reducer.stream.run(alive._take_gradient, alive._units[number], place, index, param)
 
         return show, take
 
-    def _take_gradient(self, unit: Unit, place: int, index: int, param: nn.Parameter) -> None:
+    def _take_gradient(self, unit: Unit, place: int, index: int, param: nn.Parameter) -> torch.Tensor | None:
+        """Take a gradient; return it, because its own stream may have its memory only behind this."""
         if self._running is None:
             self.arm()
             unit.buffers[place].gradients.note_arrived(index)
@@ -287,12 +295,12 @@ class Backward:
         if running.keeps_units:
             left.add(index)
             self._shown.pop(param, None)
-            return
+            return None
         grad = raw_grad(param)
         if self._shown:
             grad = self._shown.taken(unit.buffers[place], index, param, grad)
         if grad is None:
-            return
+            return None
         left.discard(index)
         self._note_run(running)
         self._reducer.before_gradient(unit)
@@ -303,6 +311,7 @@ class Backward:
             self.give_back_if_passed(unit)
             if unit.is_complete and running.runs_whole_graph:
                 self._order.completed(unit)
+        return grad
 
     def _note_run(self, running: _Running) -> None:
         """Let uses of gradients behind PyTorch's backward find them; see Note [Gradients used inside explicit]."""
@@ -329,6 +338,7 @@ class Backward:
         if running is None:
             return
         running.is_ending = True
+        self._reducer.stream.move_here()
         if not running.keeps_units:
             self._give_units_back()
         reduces = self._is_reducing and (running.has_run or running.is_explicit) and not running.keeps_units

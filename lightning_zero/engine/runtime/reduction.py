@@ -25,6 +25,7 @@ from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.runtime.rank_facts import NUM_BITS, RankFacts
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.sharding import ShardingScope
+from lightning_zero.storage.copies import WorkStream
 
 __all__ = ["Reducer"]
 
@@ -44,6 +45,7 @@ class Reducer:
         self._units = list(units)
         self._communicator = communicator
         self.facts = RankFacts(self._units, communicator)  # that travel with agreements
+        self.stream = WorkStream(communicator.device)  # sums gradients and reduces them
         self._max_in_flight = in_flight
         self._in_flight: list[tuple[Unit, FlatBuffer, Pending]] = []
         self._over_nodes: list[tuple[Unit, FlatBuffer, Pending]] = []  # second halves that are running
@@ -78,8 +80,10 @@ class Reducer:
 
     def start(self, unit: Unit) -> None:
         """Start reducing a unit's gradients, with zeros where it has none. Collective: all ranks."""
-        if unit.is_reduced:
-            return
+        if not unit.is_reduced:
+            self.stream.run(self._start, unit)
+
+    def _start(self, unit: Unit) -> None:
         unit.begin_reduce()
         self._announce(unit)
         for buffer in unit.reducing_buffers:
