@@ -89,3 +89,67 @@ def test_gradients_that_arrive_on_two_streams_are_summed_in_order(case: str) -> 
     for mine, theirs in zip(found, expected, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # cuBLAS may choose other kernels by stream
+
+
+# -- A gathered unit on two streams ------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """A large layer: its upload from host memory takes longer than a small forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16_384, 8_192) / 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight[:, : x.shape[1]].T
+
+
+class Twice(nn.Module):
+    """Uses one encoder in two streams."""
+
+    def __init__(self, has_streams: bool) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+        self._has_streams = has_streams
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.cuda.current_stream()
+        sides = [torch.cuda.Stream() if self._has_streams else main for _ in range(2)]  # type: ignore[no-untyped-call]
+        results: list[Tensor] = []
+        for side in sides:
+            side.wait_stream(main)
+            x.record_stream(side)
+            with torch.cuda.stream(side):
+                results.append(self.encoder(x).sin())
+        for side, result in zip(sides, results, strict=True):
+            main.wait_stream(side)
+            result.record_stream(main)
+        return results[0] + 2 * results[1]
+
+
+def _gradients_of_twice(rank: int, world: int, has_streams: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    engine = ZeroEngine(3, units=["Encoder"], offload=Offload(optimizer=None, params="cpu"))
+    module = engine.shard(Twice(has_streams).to("cuda"))
+    optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.0))
+    found = []
+    for step in range(3):
+        x = torch.randn(4, 8_192, generator=torch.Generator().manual_seed(step)).to("cuda").requires_grad_()
+        with engine.scope("training_step"):
+            loss = module(x).square().mean()
+        loss.backward()
+        assert x.grad is not None
+        found.append(x.grad.cpu())
+        found.extend(grad[::64, ::64].cpu() for grad in map(engine.full_grad, module.parameters()) if grad is not None)
+        optimizer.zero_grad()
+    engine.close()
+    return found
+
+
+def test_a_unit_that_one_stream_has_gathered_is_used_by_another_behind_the_gather() -> None:
+    expected = worlds.run(_gradients_of_twice, 1, False, timeout_s=TIMEOUT_S)[0]
+    found = worlds.run(_gradients_of_twice, 1, True, timeout_s=TIMEOUT_S)[0]
+    assert len(found) == len(expected) > 3
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)  # cuBLAS may choose other kernels by stream

@@ -125,7 +125,9 @@ class SavedTensors:
         kept: _Kept | _KeptWeight = saved
         tensor = kept.tensor
         if isinstance(kept, _KeptWeight):
-            if not (kept.unit.holds and kept.unit.is_whole):
+            if kept.unit.holds and kept.unit.is_whole:
+                kept.unit.join()
+            else:
                 self._uses.make_whole_in_backward(kept.unit)
             kept.buffer.fill_computed()
         if torch.is_grad_enabled():

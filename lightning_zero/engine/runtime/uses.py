@@ -64,6 +64,7 @@ class UnitUses:
                 if in_backward():
                     self._backward.arm()
                 self._order.request(unit)
+        unit.join()
         if self._dtypes.in_original and unit.is_lowered and not in_backward():
             self._show_original(unit)
 

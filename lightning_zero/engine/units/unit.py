@@ -12,6 +12,7 @@ from lightning_zero.comm.communicator import Pending
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.sharding import ShardingScope
+from lightning_zero.storage.copies import WorkStream, keep_for_stream
 
 __all__ = ["Unit", "UnitState"]
 
@@ -67,6 +68,8 @@ class Unit:
         self.holds = 0  # `gathered` contexts
         self.is_touched = False  # used outside its module: stays until the scope ends
         self._pending: list[Pending] = []
+        device = buffers[0].store.device if buffers else torch.device("cpu")
+        self._stream = WorkStream(device)  # in which its values were waited for
         # - The backward that is running
         self.expected: set[tuple[int, int]] = set()  # (buffer, slot) that may get a gradient
         self.arrived: set[tuple[int, int]] = set()
@@ -148,6 +151,7 @@ class Unit:
             in_original: In the parameters' own dtype, at stage 3.
         """
         assert self.needs_gather
+        self._stream.move_here()
         with label("gather", self.name):
             self._pending = [buffer.gather(in_original=in_original) for buffer in self.buffers]
         self.state = UnitState.UNSHARDING
@@ -163,6 +167,18 @@ class Unit:
             for buffer in self.buffers:
                 buffer.bind()
         self.state = UnitState.UNSHARDED
+        if not self._stream.is_current:
+            self._keep_memory()
+        self._stream.move_here()
+
+    def join(self) -> None:
+        """Let the current stream use the parameters, which another one may have waited for, and have freed."""
+        if self._stream.enter():
+            self._keep_memory()
+
+    def _keep_memory(self) -> None:
+        for buffer in self.buffers:
+            keep_for_stream(buffer.shown)
 
     @property
     def computes_lower(self) -> bool:
