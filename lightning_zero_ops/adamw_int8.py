@@ -29,7 +29,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_zero_ops.registry import cdiv, define, jit, on_device_of, tl
+from lightning_zero_ops.registry import cdiv, define, jit, jit_for_any, on_device_of, tl
 from lightning_zero_ops.rounding import hash_bits, keys_of, mix, wrapped
 
 __all__ = [
@@ -222,7 +222,7 @@ def _code_of(size, inverse, chance, MANTISSA: tl.constexpr):  # type: ignore[no-
     return tl.where(relative < 0.0001220703125, small.to(tl.int32), (bits >> (23 - MANTISSA)) - (113 << MANTISSA))
 
 
-@jit
+@jit_for_any("key")
 def _adamw_int8_kernel(  # type: ignore[no-untyped-def]
     param, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, out, grad, factor, numel, num_blocks, rest1, beta2,
     rest2, eps, decay, l2, step_size, root_bias2, key, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -273,11 +273,11 @@ def _launch(
     if not param.numel():
         return
     step_size, root_bias2 = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
-    num_blocks = exp_avg_scales.numel()
+    num_blocks, key = exp_avg_scales.numel(), wrapped(keys_of(step)[0])
     with on_device_of(param):
         _adamw_int8_kernel[(cdiv(num_blocks, _ROWS),)](
             param, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, out, grad, factor, param.numel(), num_blocks,
-            1.0 - beta1, beta2, 1.0 - beta2, eps, lr * weight_decay, l2, step_size, root_bias2, keys_of(step)[0],
+            1.0 - beta1, beta2, 1.0 - beta2, eps, lr * weight_decay, l2, step_size, root_bias2, key,
             ROWS=_ROWS, BLOCK=BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
 

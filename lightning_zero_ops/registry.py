@@ -41,6 +41,7 @@ __all__ = [
     "differentiable_gradients",
     "is_transformed",
     "jit",
+    "jit_for_any",
     "next_power_of_2",
     "on_device_of",
     "refuse_transforms",
@@ -120,7 +121,12 @@ def _count_writes(op: Any) -> _Function:
 
 def jit(kernel: _Function) -> Any:
     """Make a Triton kernel; without Triton, leave it as it is."""
-    return kernel if triton is None else triton.jit(kernel)
+    return jit_for_any()(kernel)
+
+
+def jit_for_any(*arguments: str) -> Callable[[_Function], Any]:
+    """Return a decorator that makes a Triton kernel, compiled once for all values of some int32 arguments."""
+    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=list(arguments))
 
 
 def cdiv(numerator: int, denominator: int) -> int:

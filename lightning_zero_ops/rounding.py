@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero_ops.elementwise import launch
-from lightning_zero_ops.registry import define, jit, refuse_transforms, tl
+from lightning_zero_ops.registry import define, jit, jit_for_any, refuse_transforms, tl
 
 __all__ = ["hash_bits", "keys_of", "mix", "round_stochastic", "wrapped"]
 
@@ -72,7 +72,7 @@ def mix(bits):  # type: ignore[no-untyped-def]
     return bits ^ (bits >> 16)
 
 
-@jit
+@jit_for_any("key_low", "key_high")
 def _round_stochastic_kernel(x, y, numel, key_low, key_high, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
@@ -98,7 +98,7 @@ def _check(x: Tensor) -> None:
 def _launch(x: Tensor, seed: int) -> Tensor:
     _check(x)
     y = torch.empty_like(x, dtype=torch.bfloat16)
-    launch(_round_stochastic_kernel, x, y, x.numel(), *keys_of(seed))
+    launch(_round_stochastic_kernel, x, y, x.numel(), *map(wrapped, keys_of(seed)))
     return y
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import tests.ops
-from lightning_zero_ops import adamw, adamw_int8, flat, linear_cross_entropy
+from lightning_zero_ops import adamw, adamw_int8, flat, linear_cross_entropy, rounding
 from tests.ops.accuracy import ulp
 from tests.ops.optimizers import tensors
 from tests.ops.test_cross_entropy import assert_scaled_gradients_are_rounded_once
@@ -137,3 +137,16 @@ def test_loss_of_a_large_vocabulary_is_not_held_up_by_sums_over_chunks() -> None
     long, short = _milliseconds(partial(step, None)), _milliseconds(partial(step, 256))
     print(f"{long:.0f} ms, chunks of 256 tokens {short:.0f}")
     assert long < 0.8 * short
+
+
+# -- Compiled once -----------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_hashes_is_compiled_once_for_all_seeds() -> None:
+    values, kernel = torch.randn(4096, device="cuda"), rounding._round_stochastic_kernel
+    rounding.round_stochastic(values, 0)
+    compiled = kernel.device_caches[torch.cuda.current_device()][0]
+    before = len(compiled)
+    for seed in range(1, 60):
+        rounding.round_stochastic(values, seed)
+    assert len(compiled) == before
