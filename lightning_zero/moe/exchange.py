@@ -55,6 +55,7 @@ from lightning_zero.comm import direct
 from lightning_zero.comm.peers import is_pretended, told_error
 from lightning_zero.comm.traffic import Traffic
 from lightning_zero.errors import CollectiveError
+from lightning_zero.storage.copies import WorkStream, keep_for_stream
 from lightning_zero_ops import permute_tokens
 
 __all__ = ["ExpertRanks", "SentRows", "compute_on_ranks", "send_rows"]
@@ -145,7 +146,7 @@ class ExpertRanks:
                 result = rows.new_empty(sum(receive), *rows.shape[1:])
                 sizes = list(receive), list(send)
                 works = [dist.all_to_all_single(result, rows, *sizes, group=self.group, async_op=True)]
-        self._last = _Transfer(self, what, works)
+        self._last = _Transfer(self, what, works, result.device)
         return result, self._last
 
     @contextmanager
@@ -170,22 +171,27 @@ class _Transfer:
         ranks: Make it.
         what: Name of the call.
         works: Its parts.
+        device: Of the rows.
     """
 
-    def __init__(self, ranks: ExpertRanks, what: str, works: Sequence[dist.Work]) -> None:
+    def __init__(self, ranks: ExpertRanks, what: str, works: Sequence[dist.Work], device: torch.device) -> None:
         self._ranks = ranks
         self._what = what
         self._works: Sequence[dist.Work] | None = works  # None: waited for
+        self._stream = WorkStream(device)  # that of the start: the memory of the rows is used in it
 
     def wait(self) -> None:
-        """Wait, once: on a GPU the current stream does, and not the host.
+        """Wait: on a GPU the current stream does, and not the host. Collective calls are waited for once.
 
         Raises:
             CollectiveError: A rank of the group did not come in time, or has failed.
         """
         works, self._works = self._works, None
-        if works is None:
-            return
+        if works is not None:
+            self._stream.run(self._await, works)
+        self._stream.enter()
+
+    def _await(self, works: Sequence[dist.Work]) -> None:
         with self._ranks._named(self._what):
             for work in works:
                 work.wait()
@@ -528,6 +534,7 @@ class _Receive(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
         ctx.route = route
         route.finish()
+        keep_for_stream(rows)
         return rows.detach()
 
     @staticmethod

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_zero.config import Communication, Offload
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.moe.exchange import ExpertRanks
 from tests import worlds
 
 TIMEOUT_S = 120.0  # the first use of a device by a process takes seconds
@@ -153,3 +154,29 @@ def test_a_unit_that_one_stream_has_gathered_is_used_by_another_behind_the_gathe
     assert len(found) == len(expected) > 3
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)  # cuBLAS may choose other kernels by stream
+
+
+# -- Rows between experts ----------------------------------------------------------------------------------------------
+
+
+def _exchange(rank: int, world: int) -> bool:
+    """Start an exchange in one stream, settle it in another, and read the rows in the first; say if they are right."""
+    ranks = ExpertRanks()
+    numel = 2**16
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    rows = torch.full((2 * numel, 1024), float(rank), device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        result, transfer = ranks.start(rows, [numel, numel], [numel, numel])
+    with torch.cuda.stream(second):
+        torch.cuda._sleep(SLEEP)  # what waits in this stream comes late
+        ranks.settle()
+    with torch.cuda.stream(first):
+        transfer.wait()
+        is_right = bool((result.view(2, -1).mean(1).cpu() == torch.arange(2.0)).all())
+    torch.cuda.synchronize()
+    return is_right
+
+
+def test_rows_whose_exchange_is_settled_in_another_stream_are_waited_for() -> None:
+    assert worlds.run(_exchange, 2, timeout_s=TIMEOUT_S) == [True, True]

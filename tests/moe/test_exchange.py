@@ -180,7 +180,7 @@ def test_the_host_waits_for_numbers_of_rows_unless_rows_are_padded(room: int | N
 def test_a_device_that_does_not_wait_for_rows_is_found() -> None:
     """The mutant: the simulated device computes before numbers and rows have arrived."""
     try:
-        found = run(_waits, 2, 3, "wait of a collective: moe/exchange.py wait")
+        found = run(_waits, 2, 3, "wait of a collective: moe/exchange.py _await")
     except RuntimeError:  # what has not arrived is no index
         return
     assert not any(torch.allclose(result, rows.pow(3)) for _, (rows, result, _) in found)
