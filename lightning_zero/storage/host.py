@@ -81,7 +81,9 @@ class HostStore(Accounts):
         self.is_pinned = pinned
         self._copies_of = copies_of
         self._locked: set[int] = set()  # addresses that are registered with the driver
-        self._unlock = weakref.finalize(self, _unlock, self._locked)  # an engine that is dropped closes nothing
+        self._unlock = weakref.finalize(
+            self, _unlock, self._locked, copies_of
+        )  # an engine that is dropped closes nothing
         self._unlock.atexit = False
         self._freed: list[tuple[int, object]] = []  # of them, with their memory, those in which no tensor lies any more
         self._pool: dict[int, list[torch.Tensor]] = {}  # tensors in locked memory that were given back, by bytes
@@ -164,9 +166,7 @@ class HostStore(Accounts):
 
     def close(self) -> None:
         """Unlock all pages, also those of tensors that somebody keeps, and forget all accounts."""
-        if self._locked:
-            finish_device(self._copies_of)  # a copy may be running that nobody waits for
-        _unlock(self._locked)
+        _unlock(self._locked, self._copies_of)
         self._freed.clear()
         self._pool.clear()
         self._slots.clear()
@@ -178,7 +178,9 @@ def _keep_if_locked(locked: set[int], freed: list[tuple[int, object]], address: 
         freed.append((address, memory))
 
 
-def _unlock(locked: set[int]) -> None:
+def _unlock(locked: set[int], device: torch.device | None) -> None:
+    if locked:
+        finish_device(device)  # a copy may be running that nobody waits for
     for address in locked:
         unlock_pages(address)
     locked.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,3 +143,18 @@ def _flags_of_mapping(address: int) -> list[str]:
         elif is_inside and first == "VmFlags:":
             return rest.split()
     raise AssertionError("the address is in no mapping")
+
+
+def test_a_store_that_is_dropped_unlocks_when_the_device_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    with SimulatedDevice() as device:
+        unlock = device.driver.cudaHostUnregister
+        monkeypatch.setattr(device.driver, "cudaHostUnregister", lambda at: calls.append("unlock") or unlock(at))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        device.patch("synchronize", lambda _=None: calls.append("wait"))
+        store = HostStore(pinned=True, copies_of=torch.device("cuda", 0))
+        kept = store.create("optimizer", 8, torch.float32)
+        del store
+        gc.collect()
+        del kept
+    assert calls == ["wait", "unlock"]
