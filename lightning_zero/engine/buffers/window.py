@@ -321,8 +321,8 @@ class BufferWindow:
                 self._shown.pop(index, None)
                 self.show(index)
 
-    def take_gradient(self, index: int) -> bool:
-        """Take over the program's changes to a parameter's ``grad``; say whether it has a reduced gradient now."""
+    def take_gradient(self, index: int) -> None:
+        """Take over the program's changes to a parameter's ``grad``."""
         if self._gradients.assigned.outdated:
             grad = raw_grad(self._spec.params[index])
             if grad is not None and grad is not self._shown.get(index):  # another one has been assigned
@@ -336,7 +336,6 @@ class BufferWindow:
             self._take_assigned(index, grad)
         elif grad is not None:
             self._take_moved(index, grad)
-        return index in self._gradients.has_grad and self._gradients.reduced is not None
 
     def _take_moved(self, index: int, shown: torch.Tensor) -> None:
         """Take over the tensor to which ``data`` of a shown gradient was pointed (``p.grad.data = ...``)."""

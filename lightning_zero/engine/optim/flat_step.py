@@ -122,14 +122,15 @@ class FlatStep:
             return None
         return buffer.own_range.segment(index, self._flat_state(buffer, key))
 
-    def step(self, group: dict[str, Any], *, rounds: bool) -> list[nn.Parameter]:
+    def step(self, group: dict[str, Any], *, rounds: bool, all_fit: bool) -> list[nn.Parameter]:
         """Prepare to step a group's flat ranges; return the parameters that PyTorch has to step.
 
         States are made and steps counted; ``take_calls`` gives the calls to make.
 
         Args:
-            group: One of the optimizer's groups. Its step window is open.
+            group: One of the optimizer's groups, whose gradients were taken over. Its step window is open.
             rounds: Write the parameters in the dtype in which they compute too.
+            all_fit: ``steps_all`` has said so in this step.
         """
         self.refuse_moments(group)
         self.refuse_unless_flat(group)
@@ -139,8 +140,8 @@ class FlatStep:
         chosen: dict[int, tuple[FlatBuffer, list[int]]] = {}
         for param in group["params"]:
             buffer, index = self._places[id(param)]
-            has_flat_gradient = buffer.window.take_gradient(index)
-            if has_flat_gradient and self.fits(group, buffer, index):
+            has_flat_gradient = index in buffer.gradients.has_grad and buffer.gradients.reduced is not None
+            if has_flat_gradient and (all_fit or self.fits(group, buffer, index)):
                 chosen.setdefault(id(buffer), (buffer, []))[1].append(index)
                 continue
             if has_flat_gradient and not (self._moments.is_pytorchs and buffer.home.flat_for is None):
@@ -160,15 +161,13 @@ class FlatStep:
         return self.covers(group) and all(self._suits_buffer(buffer) for buffer in buffers)
 
     def steps_all(self, group: Mapping[str, Any]) -> bool:
-        """Say whether everything in a group that has a gradient can be stepped by runs now."""
+        """Say whether everything in a group that has a gradient can be stepped by runs now: they were taken over."""
         if not self.covers(group):
             return False
         for param in group["params"]:
             buffer, index = self._places[id(param)]
-            if buffer.window.take_gradient(index):
-                if not self.fits(group, buffer, index):
-                    return False
-            elif index in buffer.gradients.has_grad:
+            is_stepped = index in buffer.gradients.has_grad
+            if is_stepped and (buffer.gradients.reduced is None or not self.fits(group, buffer, index)):
                 return False
         return True
 
@@ -366,7 +365,8 @@ class FlatStep:
         """Make or move the states of parameters and count the step; return the number of this step by slot."""
         keys = self._rule.moments(group)
         is_whole = buffer.home.flat_for is not None or self._steps_whole(buffer)
-        states = {index: self._optimizer.state[buffer.params[index]] if keys else {} for index in indices}
+        kept = self._optimizer.state if keys else {}
+        states = {index: kept[buffer.params[index]] if keys else {} for index in indices}
         if self._rule.counts:
             steps = self._count(states, group, buffer)
         else:

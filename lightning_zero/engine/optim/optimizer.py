@@ -98,6 +98,7 @@ class ShardedOptimizer:
         self._by_torch: dict[int, FlatBuffer] = {}  # buffers of which PyTorch steps a part in this step
         # - Its parts
         self._attached: dict[int, BufferSlot] = {}
+        self._buffers: dict[int, FlatBuffer] = {}  # of these
         self._gradients = WholeGradients(communicator, parts)
         self._flat_step: FlatStep | None = None
         if FlatStep.suits(optimizer):
@@ -184,6 +185,8 @@ class ShardedOptimizer:
     @property
     def buffers(self) -> list[FlatBuffer]:
         """The buffers with a parameter of this optimizer."""
+        if not self._lacks_some:
+            return list(self._buffers.values())
         return list({id(buffer): buffer for buffer, _ in self.places}.values())
 
     def holds(self, param: nn.Parameter) -> bool:
@@ -211,6 +214,7 @@ class ShardedOptimizer:
             place = self.checks.place_of(param, known)
             known.add(id(param))
             self._attached[id(param)] = place
+            self._buffers[id(place[0])] = place[0]
             place[0].values.make_master()
             self.states.cut(param, place)
 
@@ -291,10 +295,13 @@ class ShardedOptimizer:
 
     def _begin_window(self) -> None:
         """Take over the gradients and open the window, unless nobody but the engine is there to look into it."""
-        if not self.is_open:
+        was_open = self.is_open
+        if not was_open:
             self._prepare_window()
-            if not self._is_alone():
-                self._window.enter(self._places_to_show())
+        for buffer, index in self.places:
+            buffer.window.take_gradient(index)
+        if not was_open and not self._is_alone():
+            self._window.enter(self._places_to_show())
         self._show_gradients()
 
     def _is_alone(self) -> bool:
@@ -393,8 +400,6 @@ class ShardedOptimizer:
 
     def _show_gradients(self) -> None:
         """Give PyTorch's step its gradients; a step by runs takes them from the buffers."""
-        for buffer, index in self.places:
-            buffer.window.take_gradient(index)
         self._gradients.compare(self.buffers)
         if self._flat_step is None:
             self.states.fit(self.places)
@@ -412,7 +417,8 @@ class ShardedOptimizer:
     def step_runs(self, group: dict[str, Any]) -> dict[str, Any]:
         """Step a group's flat ranges; return a group of the parameters that PyTorch has to step."""
         assert self._flat_step is not None
-        left = self._flat_step.step(self._left_to_step(group), rounds=self._is_last())
+        is_alone = not self.is_open
+        left = self._flat_step.step(self._left_to_step(group), rounds=self._is_last(), all_fit=is_alone)
         mixed = {id(self._attached[id(param)][0]): self._attached[id(param)][0] for param in left}
         self._by_torch.update(mixed)
         for buffer in self.buffers:

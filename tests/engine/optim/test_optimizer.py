@@ -20,7 +20,9 @@ from lightning_zero.boxes import Part
 from lightning_zero.config import Communication, MixedPrecision
 from lightning_zero.engine.buffers.parameter import raw_grad
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient
+from lightning_zero.engine.buffers.window import BufferWindow
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.optim.flat_step import FlatStep
 from lightning_zero.engine.optim.optimizer_checks import OptimizerChecks
 from lightning_zero.grid import Grid, ParamAxes
 from tests import worlds
@@ -850,3 +852,29 @@ def _clipped_in_16_bits(rank: int, world: int, stage: Any) -> list[bool]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_that_were_clipped_without_a_window_are_kept_in_their_own_dtype_behind_the_step(stage: int) -> None:
     assert worlds.run(_clipped_in_16_bits, 1, stage) == [[True, False]]
+
+
+def _looks(rank: int, world: int) -> dict[str, int]:
+    """Return how often a step looks at all gradients, and at all states."""
+    engine, module = _engine(3)
+    optimizer = engine.attach(torch.optim.AdamW(module.parameters(), lr=0.01))
+    token_loss(module, rank, 0).backward()
+    num = dict.fromkeys(("take_gradient", "fits"), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        for cls, name in ((BufferWindow, "take_gradient"), (FlatStep, "fits")):
+            patch.setattr(cls, name, _counted(getattr(cls, name), num))
+        optimizer.step()
+    return {name: number // len(list(module.parameters())) for name, number in num.items()}
+
+
+def _counted(function: Callable[..., Any], num: dict[str, int]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        num[function.__name__] += 1
+        return function(*args)
+
+    return call
+
+
+def test_a_step_looks_at_gradients_and_states_once() -> None:
+    assert worlds.run(_looks, 1) == [{"take_gradient": 1, "fits": 1}]
