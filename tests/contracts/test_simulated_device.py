@@ -20,6 +20,7 @@ from lightning_zero.config import ActivationCheckpointing, Communication, MixedP
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from lightning_zero.sharding import Sharding
+from lightning_zero.storage.copies import Copies, Landing
 from tests import worlds
 from tests.references import TinyGPT
 from tests.sampling import sample
@@ -432,6 +433,29 @@ def _warned(rank: int, world: int, is_seen: bool) -> list[str]:
 def test_a_write_in_16_bits_on_a_device_is_told_of_without_a_wait(is_seen: bool, warnings_by_rank: list[int]) -> None:
     """Writes that versions show are told by rank 0, and others by each rank whose values have changed."""
     assert [len(one) for one in worlds.run(_warned, 2, is_seen)] == warnings_by_rank
+
+
+def _answers(rank: int, world: int) -> list[int]:
+    """Return the size of each copy to the host that a step makes."""
+    sizes: list[int] = []
+
+    down = Copies.down
+
+    def count(copies: Copies, host: Tensor, tensor: Tensor) -> Landing:
+        sizes.append(host.numel())
+        return down(copies, host, tensor)
+
+    with SimulatedDevice(), pytest.MonkeyPatch.context() as patch:
+        one = _Training("cuda", BF16, stage=1)
+        one.backward(0)
+        patch.setattr(Copies, "down", count)
+        one.step()
+        one.engine.close()
+    return sizes
+
+
+def test_a_step_asks_once_for_the_writes_into_all_buffers() -> None:
+    assert worlds.run(_answers, 1) == [[NUM_BUFFERS["bf16"] // 2]]
 
 
 # -- Deferred steps ----------------------------------------------------------------------------------------------------

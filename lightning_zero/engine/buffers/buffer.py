@@ -587,7 +587,7 @@ class FlatBuffer:
         with torch.inference_mode(False), torch.no_grad():
             is_written = self.values.take_writes(self.entered | but_for)
             if self._rounded_writes is not None and is_written is not None:
-                self._rounded_writes.ask(f"{self.name}.*", is_written, self.store.copies)
+                self._rounded_writes.ask(f"{self.name}.*", is_written)
 
     # -- Publishing ----------------------------------------------------------------------------------------------------
 

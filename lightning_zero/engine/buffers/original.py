@@ -153,25 +153,40 @@ class RoundedWrites:
     def __init__(self, rank: int) -> None:
         self._is_first = rank == 0
         self._is_told = False
-        self._asked: dict[str, tuple[torch.Tensor, Landing]] = {}  # answers on their way from the device, by name
+        self._asked: dict[str, torch.Tensor] = {}  # answers on the device, by name, until the next ``send``
+        self._sent: list[tuple[list[str], torch.Tensor, Landing]] = []  # those on their way to the host
 
-    def ask(self, name: str, is_written: torch.Tensor, copies: Copies) -> None:
-        """Note whether values were written: on a device at a later call, when it is known here without waiting.
+    def ask(self, name: str, is_written: torch.Tensor) -> None:
+        """Note whether values were written: on a device behind ``send``, when it is known here without waiting.
 
         Args:
             name: As below.
             is_written: () bool.
-            copies: Of its device.
         """
-        for asked, (answer, landing) in list(self._asked.items()):
-            if landing.is_done:
-                del self._asked[asked]
-                self._note(asked, bool(answer))
+        self._note_landed()
         if is_written.device.type == "cpu":
             self._note(name, bool(is_written))
-        elif not self._is_told and name not in self._asked:
-            answer = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
-            self._asked[name] = answer, copies.down(answer, is_written)
+        elif not self._is_told:
+            self._asked[name] = self._asked[name] | is_written if name in self._asked else is_written
+
+    def send(self, copies: Copies) -> None:
+        """Start copying the answers that are on a device to the host, together.
+
+        Args:
+            copies: Of the device.
+        """
+        self._note_landed()
+        names, answers = list(self._asked), list(self._asked.values())
+        self._asked.clear()
+        if answers and not self._is_told:
+            host = torch.empty(len(answers), dtype=torch.bool, pin_memory=True, device="cpu")
+            self._sent.append((names, host, copies.down(host, torch.stack(answers))))
+
+    def _note_landed(self) -> None:
+        while self._sent and self._sent[0][-1].is_done:
+            names, answers, _ = self._sent.pop(0)
+            for name, is_written in zip(names, answers.tolist(), strict=True):
+                self._note(name, is_written)
 
     def _note(self, name: str, is_written: bool) -> None:
         if is_written:
