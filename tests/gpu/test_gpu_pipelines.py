@@ -226,7 +226,10 @@ def test_a_hook_keeps_a_norm_that_is_zero_at_first(device: str, kind: str) -> No
 
 
 class _Unfreezing(_Program):
-    """Trains the second stage alone in the first epoch."""
+    """Trains the second stage alone in the first epoch, with a loss that overflows at the largest scale of 16-true."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return 64.0 * super().training_step(batch, batch_idx)
 
     def on_train_epoch_start(self) -> None:
         for part in (self.embedding, self.blocks[0]):
