@@ -334,13 +334,15 @@ class Program(pl.LightningModule):
 
 
 class FromTheSecondStep(pl.Callback):
-    """Measures the peak from the second batch on."""
+    """Measures the peak from the second step on."""
 
     def __init__(self, counter: LiveBytes) -> None:
         self.counter = counter
+        self.has_begun = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 1:
+        if trainer.global_step == 1 and not self.has_begun:  # its further batches find what the first one leaves
+            self.has_begun = True
             engine = trainer.strategy.engine  # type: ignore[attr-defined]
             self.counter.parts, self.counter.num_away = _away(engine), 1
             gc.collect()
