@@ -17,7 +17,7 @@ _COLOURS = ("#4285c8", "#e1964b", "#5aa05a", "#9fc5e8", "#c27ba0", "#b7b7b7", "#
 
 
 def table(forecast: MemoryForecast, memory: int | None = None) -> str:
-    """Return a row per setting, with the bytes of a rank; ``>`` marks the setting that was asked for.
+    """Return a row per setting, with the bytes of a rank, and the notes; ``>`` marks the setting that was asked for.
 
     Bytes on disks have a column if there are any.
 
@@ -38,7 +38,7 @@ def table(forecast: MemoryForecast, memory: int | None = None) -> str:
         f"{unit} per rank at the peak of a step, on {forecast.world_size} rank(s), precision {forecast.precision}; sent"
         " per step, and across nodes where a scope says so"
     )
-    return "\n".join([title, *lines])
+    return "\n".join([title, *lines, *forecast.notes])
 
 
 def _row(one: SettingForecast, memory: int | None, unit: int) -> list[str]:

@@ -136,12 +136,14 @@ class MemoryForecast:
         precision: As in the Trainer.
         settings: The forecasts.
         base: Options of the strategy that all settings have.
+        notes: Sentences about the module and the assumptions.
     """
 
     world_size: int
     precision: str
     settings: Sequence[SettingForecast]
     base: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     @property
     def own(self) -> SettingForecast:
@@ -176,4 +178,5 @@ class MemoryForecast:
             {one.name: getattr(row, one.name) for one in fields(row)} | {"setting": row.setting.options}
             for row in self.settings
         ]
-        return {"world_size": self.world_size, "precision": self.precision, "settings": rows}
+        head = {"world_size": self.world_size, "precision": self.precision}
+        return {**head, "settings": rows, "notes": list(self.notes)}

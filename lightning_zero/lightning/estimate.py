@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,8 @@ def estimate_memory(
     """Forecast the bytes of a rank in a training step, for the given setting and others side by side.
 
     Two steps of the engine run on rank 0 of a pretended world, with tensors that nobody writes: no memory is allocated
-    for them, nothing is computed, no GPU is needed. The module is not changed, and may be on the meta device.
+    for them, nothing is computed, no GPU is needed. The module is not changed, and may be on the meta device. Its modes,
+    training or eval, stay as they are, as in ``Trainer.fit``.
 
     Args:
         module: A ``LightningModule``, any other module, or a function that makes one, which saves the copies.
@@ -144,7 +145,9 @@ def estimate_memory(
             optimizer=optimizer,
             gradient_clip_val=1.0 if model.clips else None,
         )
-        return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy))
+        return MemoryForecast(
+            world_size=world_size, precision=name, settings=rows, base=_base(strategy), notes=model.notes
+        )
     rehearsed: Any = partial(_rehearsed, engines=engines, world_size=world_size, known={})
     if _has_axes(strategy):
         rehearsed = partial(
@@ -167,7 +170,7 @@ def estimate_memory(
             )
             for setting in _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
         ]
-    return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy))
+    return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy), notes=model.notes)
 
 
 def _forecast(
@@ -322,6 +325,7 @@ class _Model:
     plugin: ZeroStep
     microbatches: int
     clips: bool
+    notes: list[str] = field(default_factory=list)  # about modules that were made, each once
 
     def has_blocks(self) -> bool:
         """Say whether activation checkpointing finds repeated blocks."""
@@ -336,12 +340,12 @@ class _Model:
             module.configure_model()
         SpecifiedLayers(module).build(None)
         without_meta(module)
+        self.notes.extend(note for note in _notes_on(module) if note not in self.notes)
         return module
 
     def make(self) -> Trainee:
         """Return a model that may be changed, on the CPU and without memory for its values."""
         module = self._new()
-        module.train()
         self.plugin.convert_module(module)
         batch = self.batch if self.batch is not None else getattr(module, "example_input_array", None)
         if batch is None and self.loss is None:
@@ -359,6 +363,18 @@ class _Model:
             clips=self.clips,
             microbatches=self.microbatches,
         )
+
+
+def _notes_on(module: nn.Module) -> list[str]:
+    """Return what a user might not expect of the modes of a module, which are those of the run."""
+    for name, child in module.named_modules():
+        is_on = getattr(child, "gradient_checkpointing", False) is True and not child.training
+        if is_on and any(param.requires_grad for param in child.parameters()):
+            return [
+                f"`{name or type(module).__name__}` has `gradient_checkpointing` and is in eval mode, in which it"
+                " recomputes nothing. Call `train()` of it; `from_pretrained` ends with `eval()`."
+            ]
+    return []
 
 
 def _optimizers(module: nn.Module, make: Optimizers | None, imported: ImportedConfig | None) -> list[Optimizer]:

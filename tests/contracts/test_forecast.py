@@ -173,7 +173,7 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
     before = _live_bytes()
     counter = LiveBytes()
     with _most_awake() as awake, host_apart(counter), counter:
-        module = make().train()
+        module = make()
         inputs = batch().clone()
         if case.precision in TRUE:
             module.to(TRUE[case.precision])

@@ -9,9 +9,11 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_zero import ActivationCheckpointing, LayerSpec, Offload, Pipeline, Sharding, ZeroStrategy
+from lightning_zero.forecast.report import table
 from lightning_zero.forecast.settings import SettingForecast
 from lightning_zero.lightning.estimate import estimate_memory
 
@@ -313,3 +315,39 @@ def test_configurations_of_deepspeed_on_several_axes_are_refused(option: dict[st
     strategy = ZeroStrategy.from_deepspeed({"zero_optimization": {"stage": 1}}, **option)
     with pytest.raises(ValueError, match="with `pipeline`, `tensor_parallel` or `expert_parallel` is not forecast yet"):
         estimate_memory(Program(), strategy, world_size=4, batch=BATCH, accelerator="cpu")
+
+
+class Recomputes(nn.Module):
+    """Recomputes its blocks as modules of Hugging Face do: in training mode alone."""
+
+    gradient_checkpointing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *[nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.Tanh(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(4)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            recomputes = self.gradient_checkpointing and self.training
+            x = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
+        return x
+
+
+def test_modes_stay_and_what_eval_mode_turns_off_is_said() -> None:
+    def evaluating() -> nn.Module:
+        module = Program(Recomputes)
+        module.net.eval()
+        return module
+
+    options: dict[str, Any] = {"world_size": 1, "batch": BATCH.repeat(64, 1), "side_by_side": False}
+    training, found = (estimate_memory(make, **options) for make in (lambda: Program(Recomputes), evaluating))
+    assert found.own.at_peak["activations"] > 1.5 * training.own.at_peak["activations"]
+    assert not training.notes
+    assert found.notes == [
+        "`net` has `gradient_checkpointing` and is in eval mode, in which it recomputes nothing. Call `train()` of it;"
+        " `from_pretrained` ends with `eval()`."
+    ]
+    assert table(found).endswith(found.notes[0])
+    assert found.as_dict()["notes"] == found.notes
