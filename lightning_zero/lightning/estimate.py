@@ -27,11 +27,12 @@ from lightning_zero.lightning.fitted_forecast import rehearse_fit
 from lightning_zero.lightning.forecast_options import (
     Optimizers,
     accumulation_of,
-    copied_module,
+    new_module,
     new_precision,
     on_cpu,
     precision_of,
     refuse_unforecast,
+    seeded,
     without_meta,
 )
 from lightning_zero.lightning.imported_config import ImportedConfig
@@ -81,8 +82,8 @@ def estimate_memory(
     """Forecast the bytes of a rank in a training step, for the given setting and others side by side.
 
     Two steps of the engine run on rank 0 of a pretended world, with tensors that nobody writes: no memory is allocated
-    for them, nothing is computed, no GPU is needed. The module is not changed, and may be on the meta device. Its modes,
-    training or eval, stay as they are, as in ``Trainer.fit``.
+    for them, nothing is computed, no GPU is needed. The module is not changed, and may be on the meta device. It stays
+    in training or eval mode, as in ``Trainer.fit``.
 
     Args:
         module: A ``LightningModule``, any other module, or a function that makes one, which saves the copies.
@@ -129,13 +130,15 @@ def estimate_memory(
     )
     engines = _Engines(strategy, plugin, accelerator, ranks_per_node)
     own = _own(strategy)
+    with _quiet(), seeded():
+        settings = _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
     if strategy.pipeline is not None:
         if loss is not None:
             raise ValueError("`loss` is not forecast with `pipeline`, whose stages run `training_step`. Leave it out.")
         rows = forecast_stages(
             module,
             strategy,
-            _settings(strategy, model, world_size=world_size, side_by_side=side_by_side),
+            settings,
             world_size=world_size,
             ranks_per_node=ranks_per_node,
             accumulate_grad_batches=accumulate_grad_batches,
@@ -168,7 +171,7 @@ def estimate_memory(
                 microbatches=accumulate_grad_batches,
                 knows_nodes=_has_axes(strategy) and ranks_per_node is not None,
             )
-            for setting in _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
+            for setting in settings
         ]
     return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy), notes=model.notes)
 
@@ -207,7 +210,7 @@ def _rehearsed(
     setting: Setting, model: _Model, *, engines: _Engines, world_size: int, known: dict[Hashable, Any]
 ) -> Rehearsed:
     """Return the bytes of two steps of the engine."""
-    with pretended_world(world_size):
+    with pretended_world(world_size), seeded():
         checkpointing = setting.activation_checkpointing
         return rehearse(DryRun(known), model.make, engines.make(setting), checkpointing=checkpointing)
 
@@ -333,7 +336,7 @@ class _Model:
             return any(True for _ in repeated_blocks(self._new()))
 
     def _new(self) -> nn.Module:
-        module = copied_module(self.module) if isinstance(self.module, nn.Module) else self.module()
+        module = new_module(self.module)
         if isinstance(module, pl.LightningModule):
             if is_overridden("setup", module):
                 _called(module, "setup", stage="fit")

@@ -19,7 +19,7 @@ from lightning_zero.forecast.live_bytes import Moment
 from lightning_zero.forecast.rehearsal import Rehearsed
 from lightning_zero.forecast.settings import Setting
 from lightning_zero.forecast.simulation import Simulation
-from lightning_zero.lightning.forecast_options import Optimizers, copied_module
+from lightning_zero.lightning.forecast_options import Optimizers, new_module
 from lightning_zero.lightning.simulate import simulate_step
 from lightning_zero.lightning.strategy import ZeroStrategy
 
@@ -107,8 +107,7 @@ def _made(
     module: nn.Module | Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Tensor] | None
 ) -> pl.LightningModule:
     """Return a module that may be changed, with another loss if there is one."""
-    made = copied_module(module) if isinstance(module, nn.Module) else module()
-    made = getattr(made, "_orig_mod", made)  # of `torch.compile`
+    made = new_module(module)
     if not isinstance(made, pl.LightningModule):
         raise ValueError(
             f"A forecast with `tensor_parallel` or `expert_parallel` fits a `LightningModule`, and"

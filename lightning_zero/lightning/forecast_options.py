@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,17 @@ from torch.optim import Optimizer
 from lightning_zero.lightning.precision import ZeroHalfPrecision, ZeroMixedPrecision, ZeroPrecision, ZeroStep
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.module_copies import copied
+from lightning_zero.parallel.pipeline.schedule.streams import RandomState, seed_generators
 
 __all__ = [
     "Optimizers",
     "accumulation_of",
-    "copied_module",
+    "new_module",
     "new_precision",
     "on_cpu",
     "precision_of",
     "refuse_unforecast",
+    "seeded",
     "without_meta",
 ]
 
@@ -111,11 +114,31 @@ def refuse_unforecast(
         raise ValueError(f"`accelerator={accelerator!r}` is not known. Use 'gpu' or 'cpu'.")
 
 
-def copied_module(module: nn.Module) -> nn.Module:
-    """Return a copy without its Trainer, which logs nothing."""
-    kept = [getattr(module, name, None) for name in ("_trainer", "_fabric")]
+def new_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the result of a function, or a copy of a module without its Trainer, which logs nothing.
+
+    Neither is that of ``torch.compile``, but the module inside.
+    """
+    made = module if isinstance(module, nn.Module) else module()
+    made = getattr(made, "_orig_mod", made)
+    if not isinstance(module, nn.Module):
+        return made
+    kept = [getattr(made, name, None) for name in ("_trainer", "_fabric")]
     memo: dict[int, Any] = {id(one): None for one in kept if one is not None}
-    return copied(module, memo)
+    return copied(made, memo)
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Let random numbers inside be the same every time, and those of the process go on afterwards as before."""
+    is_on_cuda = torch.cuda.is_initialized()
+    device = torch.device("cuda", torch.cuda.current_device()) if is_on_cuda else torch.device("cpu")
+    before = RandomState(device)
+    try:
+        seed_generators(0, device)
+        yield
+    finally:
+        before.restore()
 
 
 def without_meta(module: nn.Module) -> None:

@@ -25,7 +25,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
@@ -40,11 +39,12 @@ from lightning_zero.forecast.stage_processes import run_stages
 from lightning_zero.lightning.forecast_options import (
     Optimizers,
     accumulation_of,
-    copied_module,
+    new_module,
     new_precision,
     on_cpu,
     precision_of,
     refuse_unforecast,
+    seeded,
     without_meta,
 )
 from lightning_zero.lightning.precision import ZeroStep
@@ -289,11 +289,9 @@ def _node(world_size: int, given: int | None) -> int:
 
 
 def _made(module: pl.LightningModule | Callable[[], pl.LightningModule], optimizer: Optimizers | None) -> Any:
-    made: Any = module if isinstance(module, nn.Module) else module()
-    made = getattr(made, "_orig_mod", made)  # of `torch.compile`
+    made: Any = new_module(module)
     if not isinstance(made, pl.LightningModule):
         raise ValueError(f"A simulation trains a `LightningModule`, and `{type(made).__name__}` is none.")
-    made = copied_module(made) if isinstance(module, nn.Module) else made
     without_meta(made)
     configure_model = made.configure_model
 
@@ -539,7 +537,7 @@ def _quiet() -> Iterator[None]:
         if not gc.get_freeze_count():
             gc.freeze()
             stack.callback(gc.unfreeze)
-        stack.enter_context(isolate_rng(include_cuda=False))
+        stack.enter_context(seeded())
         stack.callback(torch.set_num_threads, num_threads)
         stack.callback(partial(setattr, rank_zero_only, "rank", rank))
         yield

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 import yaml
@@ -14,7 +16,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_zero import ActivationCheckpointing, LayerSpec, Offload, Pipeline, Sharding, ZeroStrategy
 from lightning_zero.forecast.report import table
-from lightning_zero.forecast.settings import SettingForecast
+from lightning_zero.forecast.settings import MemoryForecast, SettingForecast
 from lightning_zero.lightning.estimate import estimate_memory
 
 WIDTH = 64
@@ -351,3 +353,37 @@ def test_modes_stay_and_what_eval_mode_turns_off_is_said() -> None:
     ]
     assert table(found).endswith(found.notes[0])
     assert found.as_dict()["notes"] == found.notes
+
+
+class Drops(nn.Module):
+    """Leaves layers out at random, and draws from all generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            draws = (torch.rand(()).item(), random.random(), numpy.random.rand())
+            x = x + block(x).tanh() if min(draws) > 0.1 else x
+        return x
+
+
+def test_random_numbers_are_the_same_for_all_settings_and_go_on_as_before() -> None:
+    def rows(seed: int) -> MemoryForecast:
+        pl.seed_everything(seed, verbose=False)
+        return estimate_memory(lambda: Program(Drops), ZeroStrategy(0), world_size=2, batch=BATCH.repeat(99, 1))
+
+    before = [rows(1).as_dict(), torch.rand(1).item(), random.random(), numpy.random.rand()]
+    pl.seed_everything(1, verbose=False)
+    assert before[1:] == [torch.rand(1).item(), random.random(), numpy.random.rand()]
+    found = rows(2)
+    assert found.as_dict() == before[0]
+    plain = [one.at_peak["activations"] for one in found.settings if one.setting.activation_checkpointing is None]
+    assert len(set(plain[:2])) == 1  # with and without offloading
+
+
+def test_a_compiled_module_is_forecast_as_it_is() -> None:
+    compiled: Any = torch.compile(Program(), backend="eager")
+    for module in (compiled, lambda: torch.compile(Program(), backend="eager")):
+        assert _own(module) == _own(Program())  # with its own optimizer

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -238,12 +240,15 @@ def test_callbacks_schedules_and_loggers_of_a_module_do_nothing(tmp_path: Any) -
 
 
 def test_random_numbers_and_the_environment_are_as_before() -> None:
-    pl.seed_everything(3)
+    pl.seed_everything(3, verbose=False)
+    expected = [torch.rand(1).item(), random.random(), numpy.random.rand()]
+    pl.seed_everything(3, verbose=False)
     environment = dict(os.environ)
-    expected = torch.Generator().manual_seed(3)
     _simulate()
+    with pytest.raises(ValueError, match="needs a batch"):
+        _simulate(batch=None)
     assert dict(os.environ) == environment
-    assert torch.equal(torch.rand(4), torch.rand(4, generator=expected))
+    assert [torch.rand(1).item(), random.random(), numpy.random.rand()] == expected
 
 
 def test_a_compiled_module_is_simulated_as_it_is() -> None:
