@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from lightning_zero.checkpoint.safetensors import parse_size
@@ -54,22 +56,23 @@ def estimate(
     if plot is not None:
         check_picture(plot)
     logged = None if compare is None else logged_memory(compare)
-    config = RunConfig.read("estimate", run, module=module, data=data)
-    num_ranks, node = config.world(world, ranks_per_node)
-    nbytes = None if memory is None else _bytes(memory)
-    forecast = estimate_memory(
-        config.make,
-        config.strategy,
-        world_size=num_ranks,
-        batch=config.batch,
-        optimizer=config.optimizer,
-        precision=precision or config.precision,
-        accelerator=config.accelerator,
-        ranks_per_node=node,
-        accumulate_grad_batches=config.accumulate_grad_batches,
-        clips=bool(config.gradient_clip_val),
-        side_by_side=not only,
-    )
+    with redirect_stdout(sys.stderr):  # for what the program prints
+        config = RunConfig.read("estimate", run, module=module, data=data)
+        num_ranks, node = config.world(world, ranks_per_node)
+        nbytes = None if memory is None else _bytes(memory)
+        forecast = estimate_memory(
+            config.make,
+            config.strategy,
+            world_size=num_ranks,
+            batch=config.batch,
+            optimizer=config.optimizer,
+            precision=precision or config.precision,
+            accelerator=config.accelerator,
+            ranks_per_node=node,
+            accumulate_grad_batches=config.accumulate_grad_batches,
+            clips=bool(config.gradient_clip_val),
+            side_by_side=not only,
+        )
     if plot is not None:
         draw(forecast, plot, nbytes)
     if json:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 
@@ -82,25 +84,28 @@ def simulate(
     set_rates = {name: value for name, value in given.items() if value is not None}
     if plot is not None:
         check_picture(plot)
-    config = RunConfig.read("simulate", run, module=module, data=data)
-    num_ranks, node = config.world(world, ranks_per_node)
-    if config.sync_batchnorm:
-        raise ValueError("`sync_batchnorm: true` is not simulated yet. Leave it out, or change it for the simulation.")
-    simulation = simulate_step(
-        config.make,  # type: ignore[arg-type]
-        config.strategy,
-        world_size=num_ranks,
-        rank=rank,
-        batch=config.batch,
-        optimizer=config.optimizer,
-        precision=precision or config.precision,
-        accelerator=config.accelerator,
-        ranks_per_node=node,
-        accumulate_grad_batches=config.accumulate_grad_batches,
-        gradient_clip_val=config.gradient_clip_val,
-        gradient_clip_algorithm=config.gradient_clip_algorithm,
-        rates=MachineRates(**{**(step_rates() if measure else {}), **set_rates}),
-    )
+    with redirect_stdout(sys.stderr):  # for what the program prints
+        config = RunConfig.read("simulate", run, module=module, data=data)
+        num_ranks, node = config.world(world, ranks_per_node)
+        if config.sync_batchnorm:
+            raise ValueError(
+                "`sync_batchnorm: true` is not simulated yet. Leave it out, or change it for the simulation."
+            )
+        simulation = simulate_step(
+            config.make,  # type: ignore[arg-type]
+            config.strategy,
+            world_size=num_ranks,
+            rank=rank,
+            batch=config.batch,
+            optimizer=config.optimizer,
+            precision=precision or config.precision,
+            accelerator=config.accelerator,
+            ranks_per_node=node,
+            accumulate_grad_batches=config.accumulate_grad_batches,
+            gradient_clip_val=config.gradient_clip_val,
+            gradient_clip_algorithm=config.gradient_clip_algorithm,
+            rates=MachineRates(**{**(step_rates() if measure else {}), **set_rates}),
+        )
     if plot is not None:
         draw_simulation(simulation, plot)
     print(simulation_json(simulation) if json else simulation_text(simulation, lists_calls=calls))

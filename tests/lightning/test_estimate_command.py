@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -25,6 +26,12 @@ class Described(Program):
 class Data(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(ones(8, WIDTH), batch_size=2)  # type: ignore[arg-type]
+
+
+class Talks(Described):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        print("a step")
+        return super().training_step(batch, batch_idx)
 
 
 def not_a_module() -> int:
@@ -66,6 +73,16 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert row["setting"] == {"stage": 1, "offload": "cpu"}
     assert row["host"]["optimizer"] > 0
     assert picture.exists()
+
+
+@pytest.mark.parametrize("command", ["estimate", "simulate"])
+def test_json_is_alone_whatever_the_program_prints(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, _config(tmp_path, model="Talks"), "--json=true"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["precision"] == "bf16-mixed"
+    assert "a step" in shown.err
 
 
 def test_a_log_stands_beside_the_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
