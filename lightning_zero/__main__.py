@@ -37,14 +37,23 @@ _HAVE_CONFIG = ("estimate", "simulate", "tensor-plan")
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 0, 1 after an error, 2 (by ``SystemExit``) for arguments not known."""
     given = list(sys.argv[1:] if args is None else args)
-    if given and given[0] in _HAVE_CONFIG:  # `auto_cli` has a `--config` of its own, and gives none to a command
-        given = [re.sub(r"^--config(?==|$)", "--run", one) for one in given]
     try:
+        if given and given[0] in _HAVE_CONFIG:  # `auto_cli` has a `--config` of its own, and gives none to a command
+            given = [re.sub(r"^--config(?==|$)", "--run", one) for one in given]
+            _refuse_second_config(given)
         auto_cli(COMMANDS, args=given, prog="python -m lightning_zero")
     except (OSError, ValueError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 1
     return 0
+
+
+def _refuse_second_config(given: Sequence[str]) -> None:
+    if sum(re.match(r"--run(=|$)", one) is not None for one in given) > 1:
+        raise ValueError(
+            f"`{given[0]}` reads one `--config`. Let the program merge several: `python program.py fit --config a.yaml"
+            " --config b.yaml --print_config > run.yaml`."
+        )
 
 
 if __name__ == "__main__":

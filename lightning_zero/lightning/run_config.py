@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import plugins
+from lightning.pytorch.plugins import environments
 from torch import nn
 
-from lightning_zero.lightning.run_sections import RunSections, section_of
+from lightning_zero.lightning.run_sections import RunSections, named
 from lightning_zero.lightning.strategy import ZeroStrategy
 
 __all__ = ["RunConfig"]
@@ -25,7 +28,7 @@ class RunConfig:
         strategy: The strategy; by default stage 3.
         batch: The first batch of ``data``; None without it.
         optimizer: Makes the optimizer from parameters; None: the module does.
-        precision: As in the Trainer.
+        precision: As in the Trainer; None: the strategy's.
         accelerator: ``"gpu"``, or ``"cpu"``.
         accumulate_grad_batches: As in the Trainer.
         gradient_clip_val: As in the Trainer.
@@ -39,7 +42,7 @@ class RunConfig:
     strategy: ZeroStrategy
     batch: Any
     optimizer: Callable[..., torch.optim.Optimizer] | None
-    precision: str
+    precision: str | None
     accelerator: str
     accumulate_grad_batches: int
     gradient_clip_val: float | None
@@ -53,17 +56,19 @@ class RunConfig:
         """Read a configuration, or take a module in its place; see ``RunSections.read``.
 
         Raises:
-            ValueError: There is no model, its arguments are wrong, or the strategy is not this package's.
+            ValueError: There is no model, its arguments are wrong, the strategy is not this package's, or a plugin of
+                the Trainer may change the step.
         """
         sections = RunSections.read(command, run, module=module, data=data)
-        trainer = section_of(sections.content, "trainer")
+        trainer = sections.section("trainer")
+        _refuse_plugins(command, trainer.get("plugins"))
         devices = 1 if run is None else trainer.get("devices")
         return cls(
             make=sections.model(),
             strategy=_strategy(sections, trainer.get("strategy")),
             batch=sections.batch(),
             optimizer=_optimizer(sections),
-            precision=str(trainer.get("precision") or "32-true"),
+            precision=None if trainer.get("precision") is None else str(trainer["precision"]),
             accelerator="cpu" if trainer.get("accelerator") == "cpu" else "gpu",
             accumulate_grad_batches=int(trainer.get("accumulate_grad_batches") or 1),
             gradient_clip_val=trainer.get("gradient_clip_val"),
@@ -90,6 +95,23 @@ class RunConfig:
 
 def _is_count(devices: Any) -> bool:
     return isinstance(devices, int) and not isinstance(devices, bool) and devices > 0
+
+
+def _refuse_plugins(command: str, given: Any) -> None:
+    """Refuse plugins of a Trainer but environments of clusters and checkpoint IO, which a step does not see.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for plugin in given if isinstance(given, list) else [] if given is None else [given]:
+        path = str(plugin.get("class_path") if isinstance(plugin, Mapping) else plugin)
+        short = next((one for one in (plugins, environments) if hasattr(one, path)), None)
+        found = named(path) if short is None else getattr(short, path)
+        if not (isinstance(found, type) and issubclass(found, (ClusterEnvironment, CheckpointIO))):
+            raise ValueError(
+                f"`{command}` does not read `plugins: {path}` of the Trainer. Name a precision with"
+                " `trainer.precision`, and leave other plugins out for this command."
+            )
 
 
 def _strategy(sections: RunSections, given: Any) -> ZeroStrategy:

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_zero.lightning.first_batch import first_batch
 
-__all__ = ["RunSections", "section_of"]
+__all__ = ["RunSections", "named"]
 
 _ENTRY = ("class_path", "init_args", "dict_kwargs")
 
@@ -56,6 +56,22 @@ class RunSections:
         if not isinstance(content, dict):
             raise ValueError(f"`{run}` is no configuration of a run: it has no `model`.")
         return cls(path=run, content=content, module=module, data=data)
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """Return a section, which may be a file beside the configuration; an empty one if it is missing or null.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        found = self.content.get(key)
+        if isinstance(found, str) and self.path is not None and (self.path.parent / found).is_file():
+            found = _read_yaml(self.path.parent / found)
+        if not (found is None or isinstance(found, Mapping)):
+            raise ValueError(
+                f"`{key}: {self.content[key]}` of `{self.path}` is neither a section nor a file beside the"
+                " configuration. Write the section there."
+            )
+        return found or {}
 
     def model(self) -> Callable[[], nn.Module]:
         """Return a function that makes the model.
@@ -136,7 +152,7 @@ class RunSections:
         if unknown:
             raise ValueError(f"`{key}` has `{unknown[0]}` beside `class_path`. Put it into its `init_args`.")
         path = entry["class_path"]
-        make, given, more = _named(path), entry.get("init_args") or {}, entry.get("dict_kwargs") or {}
+        make, given, more = named(path), entry.get("init_args") or {}, entry.get("dict_kwargs") or {}
         parser = ArgumentParser(exit_on_error=False)
         parsed = None
         if given:
@@ -164,12 +180,6 @@ class RunSections:
         return make_one
 
 
-def section_of(content: Any, key: str) -> Mapping[str, Any]:
-    """Return a section of a configuration; an empty one if it is missing, null, or one word."""
-    section = content.get(key) if isinstance(content, Mapping) else None
-    return section if isinstance(section, Mapping) else {}
-
-
 def _read_yaml(path: Path) -> Any:
     """Return the content of a configuration as ``LightningCLI`` reads it: ``1e-4`` is a number.
 
@@ -184,7 +194,7 @@ def _read_yaml(path: Path) -> Any:
         raise ValueError(f"`{path}` is no YAML: {place}{getattr(error, 'problem', None) or error}.") from error
 
 
-def _named(path: str) -> Any:
+def named(path: str) -> Any:
     """Return a class or function by ``package.module:name`` or ``package.module.name``."""
     package, _, name = str(path).replace(":", ".").rpartition(".")
     try:

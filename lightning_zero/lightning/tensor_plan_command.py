@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_zero.lightning.run_sections import RunSections, section_of
+from lightning_zero.lightning.run_sections import RunSections
 from lightning_zero.parallel.tensor.blocks import Call
 from lightning_zero.parallel.tensor.examples import described_inputs, run_example
 from lightning_zero.parallel.tensor.plan import TensorParallel
@@ -43,16 +43,15 @@ def tensor_plan(
         plan: Where the plan comes from; overrides the configuration.
     """
     sections = RunSections.read("tensor-plan", run, module=module, data=data)
-    options = _options(sections.content, size, plan)
+    options = _options(sections.section("trainer").get("strategy"), size, plan)
     model = _model(sections.model())
     print("\n".join(plan_model(model, options, _call(model, sections.batch())).lines()))
 
 
-def _options(content: Any, size: int | None, plan: Literal["auto", "model"] | None) -> TensorParallel:
-    """Return the options of the configuration with those of the command line."""
-    strategy = section_of(content, "trainer").get("strategy")
-    given = section_of(section_of({"strategy": strategy}, "strategy"), "init_args").get("tensor_parallel")
-    options = TensorParallel.of(given) or TensorParallel()
+def _options(strategy: Any, size: int | None, plan: Literal["auto", "model"] | None) -> TensorParallel:
+    """Return the options of the configuration's strategy with those of the command line."""
+    given = strategy.get("init_args") if isinstance(strategy, Mapping) else None  # not of a name
+    options = TensorParallel.of((given or {}).get("tensor_parallel")) or TensorParallel()
     changes: dict[str, Any] = {"size": size, "plan": plan}
     return replace(options, **{name: value for name, value in changes.items() if value is not None})
 

@@ -126,6 +126,46 @@ def test_a_section_may_be_a_file_beside_the_configuration(tmp_path: Path) -> Non
     assert torch.equal(found.batch(), ones(1, 4))
 
 
+@pytest.mark.parametrize("command", ["estimate", "tensor-plan"])
+def test_the_trainer_may_be_a_file_and_no_other_word(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _written(tmp_path, "trainer: trainer.yaml")
+    given = [command, f"--config={path}", "--module=torch.nn:Identity"]
+    assert main(given) == 1
+    assert "`trainer: trainer.yaml` of" in capsys.readouterr().err
+    (tmp_path / "trainer.yaml").write_text("devices: 3\nstrategy: zero_1\nprecision: bf16-mixed")
+    found = RunConfig.read(command, path, module="torch.nn:Identity", data=None)
+    assert (found.devices, found.strategy.stage, found.precision) == (3, 1, "bf16-mixed")
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        "lightning.pytorch.plugins.environments.LightningEnvironment",
+        "SLURMEnvironment",
+        "{class_path: lightning.pytorch.plugins.TorchCheckpointIO}",
+        "[]",
+    ],
+)
+def test_plugins_that_a_step_does_not_see_are_passed_over(plugin: str, tmp_path: Path) -> None:
+    path = _written(tmp_path, f"trainer: {{plugins: {plugin}}}")
+    assert RunConfig.read("estimate", path, module="torch.nn:Identity", data=None).precision is None
+
+
+@pytest.mark.parametrize("plugin", ["HalfPrecision", "[{class_path: lightning.pytorch.plugins.TorchSyncBatchNorm}]"])
+def test_other_plugins_are_refused(plugin: str, tmp_path: Path) -> None:
+    path = _written(tmp_path, f"trainer: {{plugins: {plugin}}}")
+    with pytest.raises(ValueError, match=r"`estimate` does not read `plugins: .*`trainer.precision`"):
+        RunConfig.read("estimate", path, module="torch.nn:Identity", data=None)
+
+
+@pytest.mark.parametrize("command", ["estimate", "simulate", "tensor-plan"])
+def test_a_second_configuration_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--config", "a.yaml", "--config=b.yaml"]) == 1
+    assert f"`{command}` reads one `--config`. Let the program merge" in capsys.readouterr().err
+
+
 def test_every_model_is_a_new_one(tmp_path: Path) -> None:
     make = _read(_written(tmp_path, f"model:{ARGUMENTS}"), f"{HERE}:Model").model()
     assert make().layer.weight is not make().layer.weight  # type: ignore[union-attr]
