@@ -23,8 +23,10 @@ from lightning_zero.engine.optim.methods import needs_closure
 from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.rehearsal import Rehearsed, Trainee, pretended_world, rehearse
 from lightning_zero.forecast.settings import PERSISTENT, MemoryForecast, Setting, SettingForecast, plain
+from lightning_zero.lightning.first_batch import step_arguments
 from lightning_zero.lightning.fitted_forecast import rehearse_fit
 from lightning_zero.lightning.forecast_options import (
+    BUILDING_HOOKS,
     Optimizers,
     accumulation_of,
     new_module,
@@ -33,6 +35,7 @@ from lightning_zero.lightning.forecast_options import (
     precision_of,
     refuse_unforecast,
     seeded,
+    told_steps,
     without_meta,
 )
 from lightning_zero.lightning.imported_config import ImportedConfig
@@ -338,9 +341,9 @@ class _Model:
     def _new(self) -> nn.Module:
         module = new_module(self.module)
         if isinstance(module, pl.LightningModule):
-            if is_overridden("setup", module):
-                _called(module, "setup", stage="fit")
-            module.configure_model()
+            for name, given in BUILDING_HOOKS.items():
+                if is_overridden(name, module):
+                    _called(module, name, **given)
         SpecifiedLayers(module).build(None)
         without_meta(module)
         self.notes.extend(note for note in _notes_on(module) if note not in self.notes)
@@ -426,7 +429,7 @@ def _loss(module: nn.Module, batch: Any) -> Tensor:
     if isinstance(module, pl.LightningModule) and is_overridden("training_step", module):
         vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
         try:
-            output = module.training_step(batch, 0)
+            output = module.training_step(*step_arguments(module.training_step, batch))
         except Exception as error:
             raise _needs_trainer("training_step", error) from error
     else:
@@ -440,35 +443,23 @@ def _loss(module: nn.Module, batch: Any) -> Tensor:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Steps:
-    """Numbers that hooks ask a Trainer for: they change schedules, not memory. It has nothing else of a Trainer."""
-
-    max_epochs: int = 1
-    max_steps: int = 1000
-    num_training_batches: int = 1000
-    estimated_stepping_batches: int = 1000
-
-
 def _called(module: pl.LightningModule, name: str, **given: Any) -> Any:
     """Return the result of a hook that may ask how many steps there are.
 
     Raises:
         ValueError: It needs more of a Trainer, or fails.
     """
-    before = module._trainer
-    module.trainer = _Steps()  # type: ignore[assignment]
-    try:
-        return getattr(module, name)(**given)
-    except Exception as error:
-        raise _needs_trainer(name, error) from error
-    finally:
-        module.trainer = before
+    with told_steps(module):
+        try:
+            return getattr(module, name)(**given)
+        except Exception as error:
+            raise _needs_trainer(name, error) from error
 
 
 def _needs_trainer(name: str, error: Exception) -> ValueError:
     remedies = {
         "setup": "",
+        "configure_model": "",
         "configure_optimizers": ", add a section `optimizer` to the configuration, or give `optimizer=...` in Python",
         "training_step": ", or give `loss=lambda module, batch: ...` to `estimate_memory` in Python",
     }

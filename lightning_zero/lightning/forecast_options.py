@@ -6,9 +6,11 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +21,7 @@ from lightning_zero.parallel.module_copies import copied
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState, seed_generators
 
 __all__ = [
+    "BUILDING_HOOKS",
     "Optimizers",
     "accumulation_of",
     "new_module",
@@ -27,6 +30,7 @@ __all__ = [
     "precision_of",
     "refuse_unforecast",
     "seeded",
+    "told_steps",
     "without_meta",
 ]
 
@@ -37,6 +41,9 @@ _PRECISIONS: dict[str, Callable[[], ZeroStep]] = {
     "16-mixed": partial(ZeroMixedPrecision, "16-mixed", "cpu"),
     "16-true": partial(ZeroHalfPrecision, "16-true"),
 }
+
+# Hooks in which a module may be built, in the Trainer's order, with their arguments.
+BUILDING_HOOKS: dict[str, dict[str, Any]] = {"setup": {"stage": "fit"}, "configure_model": {}}
 
 Optimizers = Callable[[Iterator[nn.Parameter]], Optimizer]
 
@@ -139,6 +146,27 @@ def seeded() -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """Numbers that hooks ask a Trainer for: they change schedules, not memory. It has nothing else of a Trainer."""
+
+    max_epochs: int = 1
+    max_steps: int = 1000
+    num_training_batches: int = 1000
+    estimated_stepping_batches: int = 1000
+
+
+@contextmanager
+def told_steps(module: pl.LightningModule) -> Iterator[None]:
+    """Let hooks of a module without a Trainer ask how many steps there are."""
+    before = module._trainer
+    module.trainer = _Steps()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.trainer = before
 
 
 def without_meta(module: nn.Module) -> None:

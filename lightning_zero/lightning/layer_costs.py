@@ -13,7 +13,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning_zero.comm.peers import failure_named, is_pretended
 from lightning_zero.config import Pipeline
 from lightning_zero.engine.buffers.parameter import face_of
-from lightning_zero.lightning.first_batch import first_batch
+from lightning_zero.lightning.first_batch import first_batch, step_arguments
 from lightning_zero.lightning.pipeline_logging import Logs, MetricStates
 from lightning_zero.parallel.module_state import ModuleState
 from lightning_zero.parallel.pipeline.schedule.costs import count_flops, measure_time
@@ -88,7 +88,9 @@ def _costs(
 
     def run() -> None:
         with context():
-            module.training_step(copy_of(piece), 0)  # it may change its batch, and runs twice
+            module.training_step(
+                *step_arguments(module.training_step, copy_of(piece))
+            )  # it may change its batch, and runs twice
 
     measure = measure_time if pipeline.partition == "measured" else count_flops
     with Logs(module).recording(), MetricStates(module, None).muted(), ModuleState(module.modules()).shown():

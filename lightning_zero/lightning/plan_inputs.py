@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero.lightning.first_batch import step_arguments
 from lightning_zero.parallel.tensor.examples import described_inputs, run_example
 
 __all__ = ["call_for_plan", "without_collectives"]
@@ -82,7 +83,8 @@ def _run_step(module: Any, step: str, batch: Any, trainer: Any) -> Any:
                  "untoggle_optimizer"):  # fmt: skip
         setattr(module, name, _Inert(1.0))
     try:
-        return getattr(module, step)(_own(batch), 0)
+        function = getattr(module, step)
+        return function(*step_arguments(function, _own(batch)))
     except Exception as error:
         raise ValueError(
             f"`tensor_parallel` verifies its plan with a call of `{step}` on rank 0 alone, before there are optimizers,"

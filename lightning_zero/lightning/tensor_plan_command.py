@@ -8,8 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from lightning_zero.lightning.first_batch import step_arguments
+from lightning_zero.lightning.forecast_options import BUILDING_HOOKS, told_steps
 from lightning_zero.lightning.run_sections import RunSections
 from lightning_zero.parallel.tensor.blocks import Call
 from lightning_zero.parallel.tensor.examples import described_inputs, run_example
@@ -63,10 +67,34 @@ def _model(make: Callable[[], nn.Module]) -> nn.Module:
     """Build the model without values of its parameters, or with them if it asks for values while it is built."""
     try:
         with _without_values():
-            model = make()
+            model = _built(make)
     except (RuntimeError, NotImplementedError):
-        model = make()
+        model = _built(make)
     return model.train()
+
+
+def _built(make: Callable[[], nn.Module]) -> nn.Module:
+    """Return a model behind the hooks in which it may be built.
+
+    Raises:
+        ValueError: One of them needs more of a Trainer than numbers of steps.
+    """
+    model = make()
+    if not isinstance(model, pl.LightningModule):
+        return model
+    with told_steps(model):
+        for name, given in BUILDING_HOOKS.items():
+            try:
+                if is_overridden(name, model):
+                    getattr(model, name)(**given)
+            except (RuntimeError, NotImplementedError):
+                raise
+            except Exception as error:
+                raise ValueError(
+                    f"`tensor-plan` runs `{name}` without a Trainer, and it failed ({type(error).__name__}: {error})."
+                    " Name a function that builds the model: `--module=package.module:name`."
+                ) from error
+    return model
 
 
 @contextmanager
@@ -93,7 +121,7 @@ def _call(model: nn.Module, batch: Any) -> Call:
     """Return a function that runs the model, or a copy of it, on a batch of the data module if there is one."""
     if batch is not None:
         _check_samples(batch)
-        return lambda one: one.training_step(batch, 0)  # type: ignore[operator]
+        return lambda one: one.training_step(*step_arguments(one.training_step, batch))  # type: ignore[operator, arg-type]
     example = getattr(model, "example_input_array", None)
     if example is not None:
         return lambda one: run_example(one, example)

@@ -50,6 +50,11 @@ class Configured(Program):
             self.net = _blocks()
 
 
+class WithoutNumber(Program):
+    def training_step(self, batch: Tensor) -> Any:  # type: ignore[override]
+        return self.net(batch).square().mean()
+
+
 class Ready(Program):
     """Builds a layer in ``setup``, and freezes one."""
 
@@ -164,6 +169,27 @@ def test_setup_runs_before_the_forecast() -> None:
     layer = 4 * (WIDTH + 1) * WIDTH
     assert found.device["parameters"] == plain.device["parameters"] + 2 * layer
     assert found.device["gradients"] == plain.device["gradients"] + layer
+
+
+def test_a_step_without_the_number_of_its_batch_is_forecast() -> None:
+    assert _own(WithoutNumber()).peak_bytes == _own(Program()).peak_bytes
+
+
+def test_a_model_may_ask_how_many_steps_there_are_where_it_is_built() -> None:
+    class Asking(Configured):
+        def configure_model(self) -> None:
+            assert self.trainer.estimated_stepping_batches
+            super().configure_model()
+
+    assert _own(Asking()) == _own(Configured())
+
+    class NeedsMore(Configured):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.trainer.strategy.barrier()
+
+    with pytest.raises(ValueError, match="runs `configure_model` without a Trainer, and it failed .*`simulate`"):
+        _own(NeedsMore())
 
 
 def test_hooks_may_ask_how_many_steps_there_are() -> None:

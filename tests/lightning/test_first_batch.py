@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero.lightning.first_batch import first_batch
+from lightning_zero.lightning.first_batch import first_batch, step_arguments
 from lightning_zero.trees import tree_leaves
 
 
@@ -57,3 +57,18 @@ def test_the_first_batch_is_that_of_a_fit(make: Any) -> None:
 def test_a_loader_without_a_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match="has no batch"):
         first_batch(DataLoader([]))
+
+
+class Steps(LightningModule):
+    def plain(self, batch: Any) -> None: ...
+
+    def indexed(self, batch: Any, number: int) -> None: ...
+
+    def named(self, *, batch_idx: int = 0) -> None: ...
+
+    def other(self, batch: Any, *rest: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("name", "expected"), [("plain", 1), ("indexed", 2), ("named", 1), ("other", 2)])
+def test_a_step_gets_the_number_of_its_batch_if_it_takes_it(name: str, expected: int) -> None:
+    assert step_arguments(getattr(Steps(), name), "batch") == ("batch", 0)[:expected]

@@ -63,6 +63,15 @@ def test_the_first_batch_of_a_stream_is_taken() -> None:
     assert torch.equal(_seen(Program(), DataLoader(Numbers(), batch_size=3)), torch.arange(9.0).view(3, 3))
 
 
+class WithoutNumber(Program):
+    def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def test_a_step_may_take_no_number_of_its_batch() -> None:
+    assert torch.equal(_seen(WithoutNumber(), DataLoader(torch.ones(6, 3), batch_size=2)), torch.ones(2, 3))  # type: ignore[arg-type]
+
+
 def test_an_example_goes_before_data() -> None:
     example = torch.ones(2, 3)
     assert _seen(Program((example,)), None) is example

@@ -48,6 +48,31 @@ class Fed(Wrapped):
     example_input_array = None
 
 
+class Built(Wrapped):
+    """Is built in hooks, and its step takes no number of the batch."""
+
+    example_input_array = None
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer.estimated_stepping_batches
+        self.stage = stage
+
+    def configure_model(self) -> None:
+        assert self.stage == "fit"
+        self.net = HandWritten(PackedAttention)
+
+    def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+class NeedsTrainer(Wrapped):
+    def setup(self, stage: str) -> None:
+        self.trainer.strategy.barrier()
+
+
 class Data(LightningDataModule):
     def __init__(self, batch_size: int = 2) -> None:
         super().__init__()
@@ -87,6 +112,13 @@ def test_a_batch_of_the_data_is_used(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "over 4 ranks: 99.0%" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+def test_a_model_that_is_built_in_hooks_has_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = f"data: {{class_path: {HERE}.Data}}"
+    assert main(["tensor-plan", _config(tmp_path, "4", "Built", data)]) == 0
+    assert "over 4 ranks: 99.0%" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["llama", "vit"])
 def test_models_of_transformers_describe_their_inputs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tensor-plan", f"--module={HERE}:{name}", "--size=4"]) == 0
@@ -107,6 +139,7 @@ def test_options_of_the_command_line_override(tmp_path: Path, capsys: pytest.Cap
         ),
         ({"options": "{size: 2, plan: model}"}, "needs a model that brings a plan, and `Wrapped` has none"),
         ({"options": "{degree: 2}"}, "`TensorParallel` has no option `degree`"),
+        ({"model": "NeedsTrainer"}, "`tensor-plan` runs `setup` without a Trainer, and it failed (AttributeError: "),
         ({"model": "Missing"}, "Missing` cannot be imported"),
         ({"model": "Fed"}, "does not know how `Fed` is called. Set its `example_input_array`, or add `data`"),
         ({"model": "Data"}, "Data` gives a `Data`. Name one that gives an `nn.Module`"),
