@@ -38,7 +38,7 @@ from lightning_zero.forecast.pretended_disks import PretendedDisks
 from lightning_zero_ops import chunks
 from lightning_zero_ops.grouped import empty_grouped_mm
 
-__all__ = ["DryRun", "has_values"]
+__all__ = ["DryRun"]
 
 _SMALL, _SMALL_INTEGERS = 2**10, 2**20  # elements of a tensor that is computed, with and without fractions
 _aten = torch.ops.aten
@@ -115,7 +115,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
         """
         generator = torch.Generator().manual_seed(0)
         for tensor in tensors:
-            if self._is_blank(tensor):
+            if self.is_blank(tensor):
                 if tensor.is_floating_point():
                     tensor.uniform_(generator=generator)
                 else:
@@ -134,7 +134,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
         if kind in (OperationKind.VIEW, OperationKind.LIFTED):
             return func(*args, **kwargs)
         if func in _RUN:
-            is_blank = func in _READS and self._is_blank(args[0])
+            is_blank = func in _READS and self.is_blank(args[0])
             return _zero_of(args[0].dtype) if is_blank else func(*args, **kwargs)
         key: list[Any] = [func]
         is_small = self._describe(args, key)
@@ -169,7 +169,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
         for value in values:
             if isinstance(value, Tensor):
                 key.append((value.size(), value.stride(), value.dtype, value.device.type))
-                is_small = is_small and _is_small(value.numel(), value.dtype) and not self._is_blank(value)
+                is_small = is_small and _is_small(value.numel(), value.dtype) and not self.is_blank(value)
             elif type(value) in (list, tuple):
                 key.append(len(value))
                 is_small &= self._describe(value, key)
@@ -177,7 +177,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
                 key += (type(value), value)  # True, 1 and 1.0 are equal
         return is_small
 
-    def _is_blank(self, tensor: Tensor) -> bool:
+    def is_blank(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in memory that is never written."""
         return tensor.device.type == "cpu" and tensor.untyped_storage()._cdata in self._blank
 
@@ -249,11 +249,6 @@ def _multiply_finite(gradients: WholeGradients, *args: Any, _multiply: Any = Who
     """Multiply gradients, which are finite."""
     _multiply(gradients, *args)
     return True
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Say whether a tensor is one of those that are computed."""
-    return _is_small(tensor.numel(), tensor.dtype)
 
 
 def _is_small(numel: int, dtype: torch.dtype) -> bool:

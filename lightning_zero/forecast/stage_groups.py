@@ -2,9 +2,9 @@
 
 Note [What is sent]
     Objects, and tensors that a dry run computes, have their values: shapes that stages tell one another, agreements,
-    losses. Larger tensors have none, and are not sent. Each message says at which modelled time it arrives, so
-    the clock of a stage waits for the others as the stage would. A post box has the messages: a key of a store for
-    each. Sending never blocks.
+    losses. Tensors that it never writes have none, and are not sent. Each message says at which modelled time it
+    arrives, so the clock of a stage waits for the others as the stage would. A post box has the messages: a key of a
+    store for each. Sending never blocks.
 
 Note [Other copies]
     The default group, and the groups of ranks with the same stage, are pretended as ever: every copy of the model does
@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_zero.comm.mesh import _MeshGroups
 from lightning_zero.forecast.clock import SimulatedCall
-from lightning_zero.forecast.dry_run import has_values
 from lightning_zero.forecast.live_bytes import replaced
 
 __all__ = ["BACKEND", "PostBox", "StageGroup", "between_stages"]
@@ -40,10 +39,17 @@ class PostBox:
     Args:
         store: Of the processes.
         last_call: Returns the call that the simulated step has made last; None outside of it.
+        is_blank: Says whether a tensor is one that is never written.
     """
 
-    def __init__(self, store: Any, last_call: Callable[[], SimulatedCall | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        store: Any,
+        last_call: Callable[[], SimulatedCall | None] = lambda: None,
+        is_blank: Callable[[Tensor], bool] = lambda _: False,
+    ) -> None:
         self.last_call = last_call
+        self._is_blank = is_blank
         self._store = store
         self._groups = 0
 
@@ -52,8 +58,9 @@ class PostBox:
         self._groups += 1
         return str(self._groups)
 
-    def post(self, key: str, at_s: float, values: bytes | None) -> None:
-        """Send a message; ``at_s`` is when it arrives."""
+    def post(self, key: str, at_s: float, tensor: Tensor) -> None:
+        """Send the values of a tensor, if it has any; ``at_s`` is when they arrive."""
+        values = None if self._is_blank(tensor) else _values_of(tensor)
         self._store.set(key, pickle.dumps((at_s, values)))
 
     def collect(self, key: str, num_readers: int = 1) -> tuple[float, bytes | None]:
@@ -116,7 +123,7 @@ class StageGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
         """Send a tensor; it arrives when the call ends."""
         call = self._box.last_call()
-        self._box.post(self._key(self.rank(), peer), 0.0 if call is None else call.ended_s, _values_of(tensors[0]))
+        self._box.post(self._key(self.rank(), peer), 0.0 if call is None else call.ended_s, tensors[0])
         return _Work()
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Any:
@@ -161,7 +168,7 @@ class StageGroup(dist.ProcessGroup):
     def _exchange(self, mine: Tensor, use: Callable[[Sequence[bytes | None]], None]) -> Any:
         """Send a tensor to all stages; the call ends on all of them when the last one has made it."""
         call, key = self._box.last_call(), self._next_key()
-        self._box.post(f"{key}/{self.rank()}", 0.0 if call is None else call.ended_s, _values_of(mine))
+        self._box.post(f"{key}/{self.rank()}", 0.0 if call is None else call.ended_s, mine)
 
         def finish() -> None:
             found = [self._box.collect(f"{key}/{rank}", self.size()) for rank in range(self.size())]
@@ -174,7 +181,7 @@ class StageGroup(dist.ProcessGroup):
         """Overwrite a tensor with that of one stage."""
         call, key, source = self._box.last_call(), self._next_key(), opts.rootRank
         if self.rank() == source:
-            self._box.post(key, 0.0 if call is None else call.ended_s, _values_of(tensors[0]))
+            self._box.post(key, 0.0 if call is None else call.ended_s, tensors[0])
             return _Work()
 
         def finish() -> None:
@@ -189,10 +196,7 @@ class StageGroup(dist.ProcessGroup):
         return f"{self._name}/all/{self._num_calls}"
 
 
-def _values_of(tensor: Tensor) -> bytes | None:
-    """Return the bytes of a tensor that has values."""
-    if not has_values(tensor):
-        return None
+def _values_of(tensor: Tensor) -> bytes:
     with _disable_current_modes(), torch.no_grad():
         return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from lightning_zero.comm.p2p import P2P
 from lightning_zero.config import Pipeline
 from lightning_zero.forecast.clock import Clock
@@ -27,6 +29,10 @@ class Counter(Protocol):
 
     def enter_phase(self, name: str) -> None:
         """Name the part of the step that follows."""
+        ...
+
+    def is_blank(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in memory that is never written."""
         ...
 
 
@@ -74,7 +80,7 @@ def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
         return counter.clock.calls[-1] if counter.is_on and counter.clock.calls else None
 
     with ExitStack() as stack:
-        stack.enter_context(between_stages(PostBox(store, last_call)))
+        stack.enter_context(between_stages(PostBox(store, last_call, counter.is_blank)))
         stack.enter_context(replaced(PipelineRunner, "_forward", in_forward))
         stack.enter_context(replaced(PipelineRunner, "_backward", in_backward))
         if accelerator != "cpu":

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _object_to_tensor, _tensor_to_object
 
 from lightning_zero.comm.traffic import CollectiveCall
 from lightning_zero.forecast.clock import SimulatedCall
@@ -16,9 +17,9 @@ from lightning_zero.forecast.stage_groups import PostBox, StageGroup
 class _Stage:
     """A stage, and the call that it has made last."""
 
-    def __init__(self, store: dist.Store, stage: int, size: int) -> None:
+    def __init__(self, store: dist.Store, stage: int, size: int, counter: DryRun) -> None:
         self.call: SimulatedCall | None = None
-        self.group = StageGroup(PostBox(store, lambda: self.call), stage, size)
+        self.group = StageGroup(PostBox(store, lambda: self.call, counter.is_blank), stage, size)
 
     def at(self, seconds: float) -> _Stage:
         """Make a call that would end then."""
@@ -31,9 +32,9 @@ class _Stage:
         return self.call.ended_s
 
 
-def _stages(size: int = 2) -> list[_Stage]:
-    store = dist.HashStore()
-    return [_Stage(store, stage, size) for stage in range(size)]
+def _stages(size: int = 2, counter: DryRun | None = None) -> list[_Stage]:
+    store, counter = dist.HashStore(), counter or DryRun()
+    return [_Stage(store, stage, size, counter) for stage in range(size)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -65,12 +66,26 @@ def test_messages_of_a_pair_arrive_in_their_order() -> None:
 
 
 def test_tensors_that_a_dry_run_does_not_compute_are_not_sent() -> None:
-    first, second = _stages()
-    with DryRun():
+    counter = DryRun()
+    first, second = _stages(counter=counter)
+    found = torch.zeros(100_000)
+    with counter:
         first.at(2.0).group.send([torch.ones(100_000)], 1)
-        found = torch.empty(100_000)
         second.at(0.0).group.recv([found], 0).wait()
     assert second.ended_s == 2.0
+    assert not found.any()
+
+
+def test_large_objects_arrive() -> None:
+    counter, words = DryRun(), list(range(500_000))
+    first, second = _stages(counter=counter)
+    with counter:
+        packed, size = _object_to_tensor(words, torch.device("cpu"), first.group)
+        assert packed.numel() > 2**20
+        first.group.send([packed], 1)
+        found = torch.empty(packed.numel(), dtype=torch.uint8)
+        second.group.recv([found], 0).wait()
+        assert _tensor_to_object(found, size, second.group) == words
 
 
 @pytest.mark.parametrize(
