@@ -43,6 +43,7 @@ from lightning_zero.lightning.precision import (
     ZeroStep,
     engine_precision,
 )
+from lightning_zero.lightning.simulated_stages import GPU_BYTES
 from lightning_zero.lightning.stage_forecast import forecast_stages
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.lightning.trials import planned_once
@@ -67,6 +68,12 @@ _SHARED = (
 )
 
 
+_ASSUMED_MEMORY = (
+    f'`Pipeline(reduce="auto")` of stage 3 decides by the memory of a GPU, taken as {GPU_BYTES // 2**30} GiB. Name it'
+    " with `memory`."
+)
+
+
 def estimate_memory(
     module: nn.Module | Callable[[], nn.Module],
     strategy: ZeroStrategy | None = None,
@@ -81,6 +88,7 @@ def estimate_memory(
     accumulate_grad_batches: int = 1,
     clips: bool = False,
     side_by_side: bool = True,
+    memory: int | None = None,
 ) -> MemoryForecast:
     """Forecast the bytes of a rank in a training step, for the given setting and others side by side.
 
@@ -105,6 +113,7 @@ def estimate_memory(
         clips: Whether gradients are clipped by their norm.
         side_by_side: Forecast stages 0 to 3, with and without offloading and checkpointing, too; stage 0 is left out
             where ``step="backward"`` excludes it.
+        memory: Bytes of a GPU, by which ``Pipeline(reduce="auto")`` decides; by default 80 GiB.
 
     Raises:
         ValueError: An option, or the module, is one whose memory is not forecast; the error names it.
@@ -150,7 +159,11 @@ def estimate_memory(
             batch=batch,
             optimizer=optimizer,
             gradient_clip_val=1.0 if model.clips else None,
+            device_bytes=memory,
         )
+        has_stage_3 = any(one.setting.sharding.stage == 3 for one in rows)
+        if memory is None and accelerator != "cpu" and strategy.pipeline.reduce == "auto" and has_stage_3:
+            model.notes.append(_ASSUMED_MEMORY)
         return MemoryForecast(
             world_size=world_size, precision=name, settings=rows, base=_base(strategy), notes=model.notes
         )

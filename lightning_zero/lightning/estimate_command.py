@@ -41,7 +41,8 @@ def estimate(
             a configuration a class or function without arguments: ``package.module:name``.
         world: Number of ranks; by default ``devices`` times ``num_nodes`` of the configuration, or 1 without one.
         data: The class of the data module, likewise.
-        memory: Memory of a device, such as ``80GiB``. Names the fastest setting that fits, and prints its YAML.
+        memory: Memory of a device, such as ``80GiB``. Names the fastest setting that fits, and prints its YAML. By it
+            ``Pipeline(reduce="auto")`` decides, too.
         ranks_per_node: Ranks of a node, for scopes of a node; by default ``devices`` where ``world`` is not given.
         precision: Overrides that of the configuration: ``32-true``, ``bf16-mixed``, ``bf16-true``, ``16-mixed`` or
             ``16-true``.
@@ -72,6 +73,7 @@ def estimate(
             accumulate_grad_batches=config.accumulate_grad_batches,
             clips=bool(config.gradient_clip_val),
             side_by_side=not only,
+            memory=nbytes,
         )
     if plot is not None:
         draw(forecast, plot, nbytes)

@@ -176,12 +176,16 @@ def _simulated(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
     store: Any = None,
+    device_bytes: int | None = None,
 ) -> Simulation:
-    """Simulate a rank in this process; ``store`` is that of the processes of a pipeline's stages."""
+    """Simulate a rank in this process; ``store`` is that of the processes of a pipeline's stages.
+
+    ``device_bytes`` is the memory of a GPU, or None.
+    """
     strategy.communication = replace(strategy.communication, backend="gloo" if accelerator == "cpu" else "nccl")
     counter = _Counter(rates or MachineRates(), node)
     told = _LastStep(counter, accumulate_grad_batches)
-    pipelined = nullcontext() if store is None else staged(store, counter, accelerator)
+    pipelined = nullcontext() if store is None else staged(store, counter, accelerator, device_bytes)
     with (
         pretended_world(world_size, rank),
         _quiet(),

@@ -18,7 +18,7 @@ from lightning_zero.parallel.pipeline.pipeline import PipelineRunner
 
 __all__ = ["GPU_BYTES", "ranks_of_copy", "staged"]
 
-GPU_BYTES = 80 * 2**30  # memory of a simulated GPU, by which `Pipeline(reduce="auto")` decides
+GPU_BYTES = 80 * 2**30  # memory of a simulated GPU, unless it is named
 
 
 class Counter(Protocol):
@@ -52,13 +52,14 @@ def ranks_of_copy(pipeline: Pipeline, world_size: int, rank: int) -> list[int]:
 
 
 @contextmanager
-def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
+def staged(store: Any, counter: Counter, accelerator: str, device_bytes: int | None = None) -> Iterator[None]:
     """Simulate a stage beside the others.
 
     Args:
         store: Of the processes of all stages.
         counter: Of this one.
         accelerator: As in ``simulate_step``: over NCCL a device waits for messages by itself.
+        device_bytes: Memory of a GPU, by which ``Pipeline(reduce="auto")`` decides; None: ``GPU_BYTES``.
     """
     forward, backward, p2p = PipelineRunner._forward, PipelineRunner._backward, P2P.__init__
 
@@ -85,5 +86,5 @@ def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
         stack.enter_context(replaced(PipelineRunner, "_backward", in_backward))
         if accelerator != "cpu":
             stack.enter_context(replaced(P2P, "__init__", of_device))
-            stack.enter_context(replaced(pipelined_steps, "device_bytes", lambda *_: GPU_BYTES))
+            stack.enter_context(replaced(pipelined_steps, "device_bytes", lambda *_: device_bytes or GPU_BYTES))
         yield

@@ -18,6 +18,7 @@ from lightning_zero.forecast.report import table
 from tests import worlds
 from tests.contracts.test_forecast import PEAK, PERSISTENT, SCALARS, FromTheSecondStep
 from tests.contracts.test_simulated_steps import Fitted
+from tests.lightning.test_estimate import WIDTH, Program
 from tests.lightning_programs import trainer
 
 STAGES = 2
@@ -129,6 +130,17 @@ CASES = [
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_forecasts_of_stages_are_those_of_a_fit(case: Case) -> None:
     _compare(case)
+
+
+def test_the_memory_of_a_gpu_decides_how_often_gradients_are_reduced() -> None:
+    strategy = ZeroStrategy(stage=3, pipeline=Pipeline(stages=STAGES, microbatches=4))
+    options: dict[str, Any] = {"world_size": 4, "batch": torch.ones(8, WIDTH), "side_by_side": False}
+    assumed, large, small = (estimate_memory(Program(), strategy, memory=memory, **options)
+                             for memory in (None, 80 * 2**30, 2**10))  # fmt: skip
+    assert assumed.settings == large.settings
+    assert small.own.sent_bytes > large.own.sent_bytes
+    assert [len(one.notes) for one in (assumed, large, small)] == [1, 0, 0]
+    assert "taken as 80 GiB. Name it with `memory`." in table(assumed)
 
 
 @pytest.mark.slow
