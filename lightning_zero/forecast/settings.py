@@ -135,7 +135,7 @@ class MemoryForecast:
         world_size: Number of ranks.
         precision: As in the Trainer.
         settings: The forecasts.
-        base: Options of the strategy that all settings have.
+        base: Options of the strategy that all settings have, ``state_dict_type`` always.
         notes: Sentences about the module and the assumptions.
     """
 
@@ -164,9 +164,11 @@ class MemoryForecast:
 
     def yaml(self, forecast: SettingForecast) -> str:
         """Return a setting as a part of a configuration of ``LightningCLI``."""
+        files = "sharded" if forecast.setting.sharding.stage == 3 else "full"  # the default, as in `ZeroStrategy`
+        base = {name: value for name, value in self.base.items() if (name, value) != ("state_dict_type", files)}
         strategy = {
             "class_path": "lightning_zero.ZeroStrategy",
-            "init_args": {**self.base, **forecast.setting.options},
+            "init_args": {**base, **forecast.setting.options},
         }
         content = {"trainer": {"precision": self.precision, "strategy": strategy}}
         text: str = yaml.safe_dump(content, sort_keys=False, default_flow_style=False)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.blocks import repeated_blocks
-from lightning_zero.config import ActivationCheckpointing, Offload
+from lightning_zero.config import ActivationCheckpointing, Communication, Offload
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim.methods import needs_closure
 from lightning_zero.forecast.dry_run import DryRun
@@ -54,20 +55,9 @@ from lightning_zero.trees import tree_map_only
 
 __all__ = ["estimate_memory"]
 
-_SHARED = (
-    "units",
-    "masters",
-    "lowered",
-    "moments",
-    "step",
-    "state_dict_type",
-    "async_save",
-    "weights_only",
-    "process_group_backend",
-    "expert_parallel",
-)
-
-
+_VARIED = ("stage", "offload", "activation_checkpointing")  # options in which settings differ
+_OF_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+_SHARED = tuple(name for name in signature(ZeroStrategy).parameters if name not in _VARIED + _OF_TRAINER)
 _ASSUMED_MEMORY = (
     f'`Pipeline(reduce="auto")` of stage 3 decides by the memory of a GPU, taken as {GPU_BYTES // 2**30} GiB. Name it'
     " with `memory`."
@@ -275,22 +265,25 @@ def _settings(strategy: ZeroStrategy, model: _Model, *, world_size: int, side_by
 
 
 def _base(strategy: ZeroStrategy) -> dict[str, Any]:
-    """Return the options that all settings share, as in YAML, without the defaults."""
-    default = ZeroStrategy(strategy.sharding)
-    found = {name: getattr(strategy, name) for name in _SHARED if getattr(strategy, name) != getattr(default, name)}
-    if strategy._start_method != default._start_method:
-        found["start_method"] = strategy._start_method
-    communication = replace(strategy.communication, timeout_s=default.communication.timeout_s)
-    if communication != default.communication:
-        found["communication"] = communication
-    if strategy.communication.timeout_s != default.communication.timeout_s:
-        found["timeout"] = strategy.communication.timeout_s
-    tensor = strategy.tensor_parallel
-    if tensor is not None:
-        found["tensor_parallel"] = {"size": tensor.size, **plain(tensor)}
+    """Return the options that all settings share, as in YAML, without the defaults.
+
+    ``state_dict_type``, whose default depends on the stage, is always there.
+    """
+    given, default = _shared(strategy), _shared(ZeroStrategy(strategy.sharding))
+    found = {name: value for name, value in given.items() if value != default[name] or name == "state_dict_type"}
+    return {name: plain(value) for name, value in found.items()}
+
+
+def _shared(strategy: ZeroStrategy) -> dict[str, Any]:
+    """Return the values of the options that all settings share."""
+    found = {name: getattr(strategy, {"start_method": "_start_method"}.get(name, name)) for name in _SHARED}
+    found["communication"] = replace(strategy.communication, timeout_s=Communication().timeout_s)
+    found["timeout"] = strategy.communication.timeout_s
+    if strategy.tensor_parallel is not None:
+        found["tensor_parallel"] = {"size": strategy.tensor_parallel.size, **plain(strategy.tensor_parallel)}
     if strategy.pipeline is not None:
         found["pipeline"] = {"stages": strategy.pipeline.stages, **plain(strategy.pipeline)}
-    return {name: plain(value) for name, value in found.items()}
+    return found
 
 
 class _Engines:
@@ -385,7 +378,7 @@ class _Model:
 
 
 def _notes_on(module: nn.Module) -> list[str]:
-    """Return what a user might not expect of the modes of a module, which are those of the run."""
+    """Return a sentence if a module is in eval mode, as in the run, and so recomputes no activations."""
     for name, child in module.named_modules():
         is_on = getattr(child, "gradient_checkpointing", False) is True and not child.training
         if is_on and any(param.requires_grad for param in child.parameters()):

@@ -138,8 +138,7 @@ def new_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 @contextmanager
 def seeded() -> Iterator[None]:
     """Let random numbers inside be the same every time, and those of the process go on afterwards as before."""
-    is_on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.device("cuda", torch.cuda.current_device()) if is_on_cuda else torch.device("cpu")
+    device = torch.device("cpu")  # where everything is run
     before = RandomState(device)
     try:
         seed_generators(0, device)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +18,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_zero import ActivationCheckpointing, LayerSpec, Offload, Pipeline, Sharding, ZeroStrategy
 from lightning_zero.forecast.report import table
-from lightning_zero.forecast.settings import MemoryForecast, SettingForecast
-from lightning_zero.lightning.estimate import estimate_memory
+from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast
+from lightning_zero.lightning.estimate import _OF_TRAINER, _SHARED, _VARIED, _base, estimate_memory
 
 WIDTH = 64
 
@@ -96,7 +98,7 @@ def test_settings_stand_side_by_side_and_the_module_stays() -> None:
     found = estimate_memory(module, strategy, world_size=4, batch=BATCH, optimizer=torch.optim.AdamW)
     assert len(found.settings) == 16
     assert [one.setting.sharding.stage for one in found.settings if one.is_own] == [2]
-    assert found.base == {"units": ["Linear"]}
+    assert found.base == {"units": ["Linear"], "state_dict_type": "full"}
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     peaks = {str(one.setting): one.peak_bytes for one in found.settings}
     assert peaks["stage 3"] < peaks["stage 0"]
@@ -252,6 +254,32 @@ def test_what_differs_from_a_configuration_of_deepspeed_is_refused() -> None:
         _own(Program(), strategy, accumulate_grad_batches=2)
     with pytest.raises(ValueError, match="of DeepSpeed's configuration and .*'16-true'.* differ. Use"):
         _own(Program(), strategy, precision="16-true")
+
+
+@pytest.mark.parametrize("own", [0, 2, 3])
+@pytest.mark.parametrize("files", [None, "full", "sharded"])
+def test_the_yaml_of_every_setting_keeps_the_kind_of_files(own: Any, files: Any) -> None:
+    strategy = ZeroStrategy(own, state_dict_type=files)
+    found = estimate_memory(Program(), strategy, world_size=1, batch=BATCH, side_by_side=False)
+    for stage in (0, 1, 2, 3):
+        row = replace(found.own, setting=Setting(sharding=Sharding.of(stage)))
+        args = yaml.safe_load(found.yaml(row))["trainer"]["strategy"]["init_args"]
+        assert ZeroStrategy(**args).state_dict_type == strategy.state_dict_type
+        assert args.keys() <= {"stage", "state_dict_type"}
+
+
+def test_the_yaml_has_every_option_of_the_strategy() -> None:
+    options: dict[str, Any] = {
+        "units": ["Linear"], "communication": {"prefetch": 2}, "masters": False, "lowered": ["Embedding"],
+        "moments": "bf16", "loss_scale": {"init_scale": 8.0}, "state_dict_type": "full", "step": "backward",
+        "async_save": True, "weights_only": False, "start_method": "spawn", "process_group_backend": "gloo",
+        "timeout": 60.0, "tensor_parallel": {"size": 2}, "expert_parallel": 2, "pipeline": {"stages": 2},
+    }  # fmt: skip
+    assert options.keys() == set(_SHARED)
+    assert set(_VARIED + _OF_TRAINER) <= signature(ZeroStrategy).parameters.keys()
+    for name, value in options.items():
+        base = _base(ZeroStrategy(3, **{name: value}))
+        assert base == {"state_dict_type": "sharded", name: value}
 
 
 @pytest.mark.parametrize("stage", [1, 3])

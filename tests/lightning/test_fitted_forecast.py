@@ -64,7 +64,7 @@ def test_divided_experts_are_a_part_and_tokens_are_even() -> None:
 
 def test_the_yaml_names_divided_experts() -> None:
     found = _forecast(ZeroStrategy(stage=2, expert_parallel=2), "moe", side_by_side=False)
-    assert found.base == {"expert_parallel": 2}
+    assert found.base == {"expert_parallel": 2, "state_dict_type": "full"}
 
 
 @pytest.mark.slow
