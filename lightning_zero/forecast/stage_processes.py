@@ -21,6 +21,9 @@ T = TypeVar("T")
 _TIMEOUT = timedelta(days=1)  # of a wait for a message; a stage that has failed ends the others at once
 
 
+_FORK_BEHIND_BACKWARD = "fork-based multiprocessing"  # of autograd's error, on a machine with an accelerator
+
+
 class _RemoteError(Exception):
     """Where another process has raised an error."""
 
@@ -34,7 +37,7 @@ def run_stages(number: int, run: Callable[[int, Any], T]) -> list[T]:
 
     Raises:
         Exception: The first error of a stage.
-        RuntimeError: A process was ended, or the system cannot fork.
+        RuntimeError: A process was ended, the system cannot fork, or autograd cannot behind a backward of this process.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError(
@@ -80,6 +83,13 @@ def _results(ends: dict[Connection, int], processes: Sequence[Any]) -> list[Any]
                     f" {processes[stage].exitcode}: memory may be short."
                 ) from None
             if told is not None:
+                if _FORK_BEHIND_BACKWARD in str(content):
+                    content = RuntimeError(
+                        "Forecasts and simulations with `pipeline` fork a process for each stage, and on a machine with"
+                        " a GPU autograd does not run in a fork of a process that has run a backward. Make them before"
+                        " training, or in a process of their own, with `python -m lightning_zero estimate` or"
+                        " `simulate`."
+                    )
                 raise content from _RemoteError(f"\nIn the process of pipeline stage {stage}:\n\n{told}")
             found[stage] = content
     return [found[stage] for stage in sorted(found)]

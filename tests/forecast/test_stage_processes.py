@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_zero.forecast.stage_processes import run_stages
 
@@ -57,3 +58,25 @@ def test_systems_that_do_not_fork_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     with pytest.raises(RuntimeError, match="this system has no fork"):
         run_stages(2, lambda stage, store: None)
+
+
+def test_a_fork_behind_a_backward_is_told_where_to_run() -> None:
+    def run(stage: int, store: Any) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+
+    with pytest.raises(
+        RuntimeError, match="in a process of their own, with `python -m lightning_zero estimate`"
+    ) as caught:
+        run_stages(1, run)
+    assert "Unable to handle autograd" in str(caught.value.__cause__)
+
+
+@pytest.mark.gpu
+def test_autograd_still_has_the_error_of_a_fork_behind_a_backward() -> None:
+    torch.ones(2, requires_grad=True, device="cuda").sum().backward()
+
+    def run(stage: int, store: Any) -> None:
+        torch.ones(2, requires_grad=True).sum().backward()
+
+    with pytest.raises(RuntimeError, match="in a process of their own"):
+        run_stages(1, run)
