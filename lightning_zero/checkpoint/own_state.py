@@ -143,20 +143,34 @@ def after_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _load_entries(optimizer: Optimizer, entries: Mapping[str, Any]) -> None:
-    """Call the optimizer's own `load_state_dict` without states, and leave states and hooks as they are."""
+    """Call the optimizer's own `load_state_dict` without states, and leave states and hooks as they are.
+
+    Behind PyTorch's part of it (`super().load_state_dict`) the optimizer has its states and groups.
+
+    Raises:
+        ValueError: It asks for entries that are not there.
+    """
     state, groups = optimizer.state, optimizer.param_groups
     hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     before = {name: vars(optimizer)[name] for name in hooks}
-    vars(optimizer).update({name: OrderedDict() for name in hooks})
+
+    def put_back(optimizer: Optimizer) -> None:
+        for mine, changed in zip(groups, optimizer.param_groups, strict=True):
+            mine.update({key: value for key, value in changed.items() if key != "params"})
+        optimizer.state, optimizer.param_groups = state, groups
+
+    vars(optimizer).update(dict(zip(hooks, (OrderedDict(), OrderedDict({0: put_back})), strict=True)))
     numbers = iter(range(sum(len(group["params"]) for group in groups)))
     counted = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
     try:
         optimizer.load_state_dict({"state": {}, "param_groups": counted, **copy.deepcopy(dict(entries))})
-        for mine, changed in zip(groups, optimizer.param_groups, strict=True):
-            mine.update({key: value for key, value in changed.items() if key != "params"})
+        put_back(optimizer)
+    except LookupError as error:
+        raise ValueError(
+            f"`{type(optimizer).__name__}.load_state_dict` was called without the states of parameters and without"
+            f" tensors that its `state_dict` adds ({type(error).__name__}: {error}). Read them from `self.state[param]`"
+            " behind `super().load_state_dict(...)`, where they are loaded."
+        ) from error
     finally:
         vars(optimizer).update(before)
-        if optimizer.state is not state:
-            optimizer.state = state
-        if optimizer.param_groups is not groups:
-            optimizer.param_groups = groups
+        optimizer.state, optimizer.param_groups = state, groups

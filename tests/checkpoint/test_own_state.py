@@ -120,6 +120,34 @@ class Wrapping(Momentum):
         return {**super().state_dict(), "slow_weights": list(self.slow.values())}
 
 
+class Linked(Momentum):
+    """Links an optimizer that it wraps to its states and groups, and reads both, as SAM does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.base = Momentum(self.param_groups)
+        self.base.state, self.base.param_groups = self.state, self.param_groups
+        self.num_averages = 0
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.base.state, self.base.param_groups = self.state, self.param_groups
+        for group in self.param_groups:
+            self.num_averages += sum(torch.is_tensor(self.state[param]["average"]) for param in group["params"])
+
+
+class Listing(Momentum):
+    """Saves its states under another key too, and reads them there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "averages": [state["average"] for state in self.state.values()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for slots, average in zip(self.state.values(), state_dict["averages"], strict=True):
+            slots["average"] = average
+
+
 class Program(Net):
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -184,3 +212,28 @@ def _refuse(rank: int, world: int, stages: tuple[int, ...], folder: str) -> None
 
 def test_slow_weights_beside_the_states_are_refused_at_save(tmp_path: Path) -> None:
     run(_refuse, WORLD, STAGES, str(tmp_path), timeout_s=300)
+
+
+def _make(optimizer: type[Optimizer]) -> tuple[Any, Any, Any]:
+    engine, model, _ = programs.make(3, 0)
+    used = [param for name, param in model.named_parameters() if param.requires_grad and name != "unused"]
+    return engine, model, engine.attach(optimizer(used))
+
+
+def _link(rank: int, world: int, path: str) -> None:
+    for optimizer in (Linked, Listing):
+        engine, model, ours = _make(optimizer)
+        programs.step(engine, model, ours, 0)
+        directory.save(engine, programs.snapshot(engine, model, ours), f"{path}-{optimizer.__name__}", full=False)
+    engine, model, ours = _make(Linked)
+    programs.restore(engine, model, ours, f"{path}-Linked")
+    assert ours.base.param_groups is ours.param_groups
+    assert ours.base.state is ours.state
+    assert ours.num_averages == len(ours.state) > 0
+    engine, model, ours = _make(Listing)
+    with pytest.raises(ValueError, match=r"`Listing.load_state_dict` was called without .*KeyError: 'averages'"):
+        programs.restore(engine, model, ours, f"{path}-Listing")
+
+
+def test_a_wrapped_optimizer_is_linked_to_the_loaded_states_and_groups(tmp_path: Path) -> None:
+    run(_link, 1, str(tmp_path / "saved"))
