@@ -27,6 +27,7 @@ from lightning_zero.lightning.precision import (
     engine_precision,
 )
 from lightning_zero.lightning.strategy import ZeroStrategy
+from tests import lightning_programs, worlds
 
 GOOD, OVERFLOW = ".", "x"
 
@@ -325,3 +326,38 @@ def test_loss_scale_with_bf16_is_refused() -> None:
 )
 def test_engine_is_told_the_compute_dtype_of_mixed_precision_only(plugin: Precision, dtype: torch.dtype) -> None:
     assert engine_precision(plugin, masters=True).compute_dtype is dtype
+
+
+class _Masked(lightning_programs.Net):
+    """Makes masks in the shape of a released parameter, in a step and in a closure of manual optimization."""
+
+    def __init__(self, is_manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not is_manual
+        self.sums: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.blocks[1].linear.weight
+
+        def mask() -> None:
+            made = torch.zeros_like(weight)
+            made[0] = 1.0
+            self.sums.append(made.sum().item())
+
+        if self.automatic_optimization:
+            mask()
+            return self.loss(batch)
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step(closure=mask)
+        return None
+
+
+def _mask(rank: int, world: int) -> None:
+    for is_manual in (False, True):
+        module = _Masked(is_manual)
+        lightning_programs.trainer(rank, world, 3, max_steps=1).fit(module, lightning_programs.loader(rank, world))
+        assert module.sums == [6.0]
+
+
+def test_steps_and_closures_are_no_code_of_the_optimizer() -> None:
+    worlds.run(_mask, 2)

@@ -52,6 +52,7 @@ __all__ = [
     "WatchedParameter",
     "begin_window",
     "begin_writes",
+    "call_program",
     "call_with_values",
     "class_over",
     "copy_attributes",
@@ -770,12 +771,21 @@ def filled_like(
         return torch.full((), value, dtype=options["dtype"], device=device).expand(param.shape)
 
 
+def call_program(closure: Callable[[], Any]) -> Any:
+    """Call a closure that an optimizer was given: the code in it is not the optimizer's."""
+    return closure()
+
+
 def _is_optimizer_running() -> bool:
-    """Say whether a method of an optimizer is running, at any depth, its constructor for example."""
+    """Say whether a method of an optimizer is running, its constructor for example, and nothing of the program in it.
+
+    Methods of modules and closures of steps are of the program.
+    """
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code is not call_program.__code__:
         names = frame.f_code.co_varnames
-        if frame.f_code.co_argcount and isinstance(frame.f_locals.get(names[0]), torch.optim.Optimizer):
-            return True
+        first = frame.f_locals.get(names[0]) if frame.f_code.co_argcount else None
+        if isinstance(first, (torch.optim.Optimizer, nn.Module)):
+            return not isinstance(first, nn.Module)
         frame = frame.f_back
     return False

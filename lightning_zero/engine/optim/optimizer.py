@@ -25,6 +25,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import STEP_USE
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.labels import label
+from lightning_zero.engine.buffers.parameter import call_program
 from lightning_zero.engine.buffers.update import StepThread, Update
 from lightning_zero.engine.optim.deferred_steps import DeferredSteps
 from lightning_zero.engine.optim.flat_step import BufferSlot, FlatStep
@@ -277,7 +278,7 @@ class ShardedOptimizer:
             self._end_step(self.buffers)
             self.checks.end_step()  # the closure is the program's
             with torch.enable_grad(), self._running_step.suspended():
-                loss = closure()
+                loss = call_program(closure)
             self.checks.begin_step()
             self._begin_step()
             self._refuse_unfinished_gradients()

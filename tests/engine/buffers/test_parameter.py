@@ -17,6 +17,7 @@ from lightning_zero.engine.buffers.parameter import (
     PendingParameter,
     ReducedParameter,
     ReleasedParameter,
+    call_program,
     own,
     owner_of,
     raw_grad,
@@ -214,6 +215,36 @@ def test_state_that_an_optimizer_makes_in_the_shape_of_a_released_parameter_take
     for name, state in optimizer.made.items():
         assert (state.shape, state.dtype, state.untyped_storage().nbytes()) == ((4, 3), torch.float32, 4)
         assert torch.equal(state, FILLS[name](torch.ones(4, 3)))
+
+
+class _Masked(torch.nn.Module):
+    """Makes a mask in the shape of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = _released(_Owner())
+
+    def forward(self) -> torch.Tensor:
+        return _first_row(self.weight)
+
+
+def _first_row(param: nn.Parameter) -> torch.Tensor:
+    mask = torch.zeros_like(param)
+    mask[0] = 1.0
+    return mask
+
+
+class _Stepping(torch.optim.SGD):
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        return closure()
+
+
+def test_a_tensor_that_a_closure_of_a_step_makes_in_the_shape_of_a_released_parameter_has_memory() -> None:
+    module = _Masked()
+    optimizer = _Stepping([module.weight], lr=0.1)
+    for closure in (module, lambda: call_program(lambda: _first_row(module.weight))):
+        assert optimizer.step(closure).sum() == 3
+    assert optimizer.step(lambda: torch.zeros_like(module.weight)).untyped_storage().nbytes() == 4
 
 
 def test_a_read_of_the_gradient_brings_it() -> None:

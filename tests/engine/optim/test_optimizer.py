@@ -245,6 +245,9 @@ def _closure(rank: int, world: int, stage: int) -> list[Tensor]:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
+        mask = torch.zeros_like(module.head.weight)
+        mask[0] = 1.0
+        assert mask[1:].count_nonzero() == 0
         loss = token_loss(module, rank, 0)
         loss.backward()
         return loss
