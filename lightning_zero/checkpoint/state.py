@@ -25,7 +25,7 @@ from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.checkpoint.stored import Lent, StoredTensor, fill
 from lightning_zero.engine.optim.segment_states import COUNTERS, is_counter
 from lightning_zero.errors import nearest
-from lightning_zero.trees import tree_map
+from lightning_zero.trees import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from lightning_zero.engine.access.records import ParameterRecord
@@ -262,11 +262,28 @@ def optimizer_state(engine: ZeroEngine, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _slot_segment(record: ParameterRecord, slot: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or is_counter(slot, value):
+    if not isinstance(value, torch.Tensor):
+        _refuse_container(record, slot, value)
+        return value
+    if is_counter(slot, value):
         return value
     start, stop = record.own_range
     own_shape = (stop - start,) if record.is_sharded else record.shape_here
     return _segment_of(record, value.detach().view(-1)) if value.shape == own_shape else value
+
+
+def _refuse_container(record: ParameterRecord, slot: str, value: Any) -> None:
+    """Refuse a state that is no tensor and contains some: each rank has its segments of them.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if not record.keeps_whole_states and any(torch.is_tensor(leaf) and leaf.ndim > 0 for leaf in tree_leaves(value)):
+        raise ValueError(
+            f"The optimizer state `{slot}` of `{record.name}` is a {type(value).__name__} of tensors, which cannot be"
+            " divided among the ranks. Keep each tensor in `optimizer.state[param]` under a name of its own"
+            f" (`state['{slot}_0']`), or use `stage=0`."
+        )
 
 
 def load_optimizer_state(
@@ -590,6 +607,7 @@ def _new_slot(
     """Return a new value for a slot of the optimizer's state; values to be read are added to ``items``."""
     master = record.master()
     if not isinstance(value, torch.Tensor | Segment):
+        _refuse_container(record, slot, value)
         return _cast_containers(value, master)
     if is_counter and slot == "step":
         on_device = options.get("capturable") or options.get("fused")

@@ -120,6 +120,14 @@ class Wrapping(Momentum):
         return {**super().state_dict(), "slow_weights": list(self.slow.values())}
 
 
+class Aggregated(Momentum):
+    """Keeps a dictionary of averages for each parameter, as AggMo does."""
+
+    def _average(self, group: dict[str, Any], param: Tensor) -> Tensor:
+        averages = self.state[param].setdefault("averages", {beta: torch.zeros_like(param) for beta in (0.5, 0.9)})
+        return sum((average.mul_(beta).add_(param.grad) for beta, average in averages.items()), torch.tensor(0.0))
+
+
 class Linked(Momentum):
     """Links an optimizer that it wraps to its states and groups, and reads both, as SAM does."""
 
@@ -214,8 +222,8 @@ def test_slow_weights_beside_the_states_are_refused_at_save(tmp_path: Path) -> N
     run(_refuse, WORLD, STAGES, str(tmp_path), timeout_s=300)
 
 
-def _make(optimizer: type[Optimizer]) -> tuple[Any, Any, Any]:
-    engine, model, _ = programs.make(3, 0)
+def _make(optimizer: type[Optimizer], stage: int = 3) -> tuple[Any, Any, Any]:
+    engine, model, _ = programs.make(stage, 0)
     used = [param for name, param in model.named_parameters() if param.requires_grad and name != "unused"]
     return engine, model, engine.attach(optimizer(used))
 
@@ -237,3 +245,20 @@ def _link(rank: int, world: int, path: str) -> None:
 
 def test_a_wrapped_optimizer_is_linked_to_the_loaded_states_and_groups(tmp_path: Path) -> None:
     run(_link, 1, str(tmp_path / "saved"))
+
+
+def _aggregate(rank: int, world: int) -> None:
+    engine, model, ours = _make(Aggregated, stage=0)
+    programs.step(engine, model, ours, 0)
+    kept = state.optimizer_state(engine, ours)
+    engine, model, ours = _make(Aggregated, stage=2)
+    refused = r"The optimizer state `averages` of `.*` is a dict of tensors, which cannot be divided"
+    with pytest.raises(ValueError, match=refused):
+        state.load_optimizer_state(engine, [ours], states=[kept])
+    programs.step(engine, model, ours, 0)
+    with pytest.raises(ValueError, match=refused):
+        state.optimizer_state(engine, ours)
+
+
+def test_containers_of_tensors_are_refused_where_each_rank_has_its_segments() -> None:
+    run(_aggregate, 2)
