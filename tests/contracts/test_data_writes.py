@@ -209,7 +209,11 @@ def _descend(param: nn.Parameter) -> None:
     param.data.add_(param.grad, alpha=-0.5)  # type: ignore[arg-type]
 
 
-BY_HAND: dict[str, Callable[[nn.Parameter], None]] = {"decay": _decay, "descend": _descend}
+def _subtract(param: nn.Parameter) -> None:
+    param.data -= 0.5 * param.grad  # type: ignore[operator]
+
+
+BY_HAND: dict[str, Callable[[nn.Parameter], None]] = {"decay": _decay, "descend": _descend, "subtract": _subtract}
 
 
 def _by_hand(module: Student, change: Callable[[nn.Parameter], None], optimizer: Any, *, reads_first: bool) -> None:

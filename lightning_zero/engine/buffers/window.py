@@ -441,7 +441,7 @@ class BufferWindow:
             if data.untyped_storage()._cdata == segment.untyped_storage()._cdata:
                 continue
             is_other = data.dtype != segment.dtype
-            if is_other or is_written(param, self._versions[index]):
+            if is_other or (segment.numel() > 0 and is_written(param, self._versions[index])):
                 reason = f"has {data.dtype} there" if is_other else "was written in both"
                 raise RuntimeError(
                     f"`.data` of parameter `{self._spec.layout.slots[index].name}` was read before a read of `p.grad`"
@@ -463,6 +463,7 @@ class BufferWindow:
             is_inside = values.untyped_storage()._cdata == segment.untyped_storage()._cdata
             found[index] = values.clone() if is_inside else values
         for index in found:
+            written_before_window(self._spec.params[index])  # it was copied, or is not the parameter any more
             self._spec.params[index].data = ordinary(self._values.segment(index))
         self._leave_stepped()
         for index, values in found.items():
