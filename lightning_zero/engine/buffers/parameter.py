@@ -7,6 +7,7 @@ the user's own class   whole below stage 3 and in compiled forwards, or stepping
 ``ReducedParameter``   whole at stage 3 (inside forward and backward), where writes into ``data`` are watched; or whole,
                        and the engine holds a reduced gradient: reading ``grad`` opens the step window. Or a segment in
                        the step window: assigning ``grad`` there takes a segment or a whole tensor.
+``HookedParameter``    whole, while hooks of the program have its gradient: writes into ``data`` are watched.
 ``SegmentParameter``   the latter, where a rank steps a part of a parameter (``segment_parameter.py``).
 ``ReleasedParameter``  sharded: metadata is true, values are not there.
 ``PendingParameter``   whole, but a step was asked for that its values do not show; touching them makes the step.
@@ -43,6 +44,7 @@ __all__ = [
     "METADATA",
     "TO_EDGES",
     "Face",
+    "HookedParameter",
     "LoweredParameter",
     "OwnedParameter",
     "Owner",
@@ -406,8 +408,8 @@ def _handed_out_by(param: torch.Tensor) -> _HandedOut:
     return found
 
 
-class ReducedParameter(nn.Parameter):
-    """A whole parameter that is sharded between uses, or whose reduced gradient is held, or one in the step window.
+class HookedParameter(nn.Parameter):
+    """A whole parameter whose gradient hooks of the program have: they may write into ``data``.
 
     A result of ``data`` has a version counter of its own, so it is kept to be asked whether somebody wrote into it.
     """
@@ -424,9 +426,7 @@ class ReducedParameter(nn.Parameter):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         note_pointed(self)
-        super(ReducedParameter, type(self)).data.__set__(self, values)  # type: ignore[attr-defined]
-
-    grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
+        super(HookedParameter, type(self)).data.__set__(self, values)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy the parameter in the user's own class."""
@@ -435,6 +435,12 @@ class ReducedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the parameter in the user's own class."""
         return _as_user_class(self, lambda: self.__reduce_ex__(protocol))
+
+
+class ReducedParameter(HookedParameter):
+    """A whole parameter that is sharded between uses, or whose reduced gradient is held, or one in the step window."""
+
+    grad = property(_read_grad, _write_grad, lambda param: _write_grad(param, None))
 
 
 def _as_user_class(param: torch.Tensor, call: Callable[[], Any]) -> Any:

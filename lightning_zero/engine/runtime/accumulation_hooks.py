@@ -19,7 +19,19 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import STEP_USE
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.parameter import raw_grad, set_raw_grad
+from lightning_zero.engine.buffers.parameter import (
+    HookedParameter,
+    begin_writes,
+    end_writes,
+    has_class,
+    is_plain,
+    num_writes,
+    raw_grad,
+    restore_class,
+    set_raw_grad,
+    swap_class,
+    user_class,
+)
 
 __all__ = ["ShownSums", "has_hooks_of_program", "on_accumulated"]
 
@@ -107,9 +119,10 @@ def has_hooks_of_program(param: nn.Parameter) -> bool:
 
 
 class _Before(NamedTuple):
-    """A parameter's version and gradient before hooks of the program had the gradient."""
+    """The writes into a parameter, and its gradient, before hooks of the program had the gradient."""
 
-    version: int
+    num_writes: int
+    is_plain: bool  # the parameter is watched for the time of the hooks only
     grad: torch.Tensor | None  # the gradient, if the sum is shown in its place
     shown: torch.Tensor | None
     shown_version: int
@@ -124,11 +137,16 @@ class ShownSums(dict[nn.Parameter, _Before]):
         total = None
         if grad is not None and not torch.is_grad_enabled():
             total = buffer.gradients.with_sum(index, grad)
+        is_watched_here = is_plain(param) and user_class(param) is nn.Parameter
+        if is_watched_here:
+            swap_class(param, HookedParameter)
+            begin_writes(param)
+        writes = num_writes(param, 0)
         if total is None:
-            self[param] = _Before(param._version, None, None, 0)
+            self[param] = _Before(writes, is_watched_here, None, None, 0)
             return
         set_raw_grad(param, total)
-        self[param] = _Before(param._version, grad, total, total._version)
+        self[param] = _Before(writes, is_watched_here, grad, total, total._version)
 
     def taken(
         self, buffer: FlatBuffer, index: int, param: nn.Parameter, grad: torch.Tensor | None
@@ -141,7 +159,9 @@ class ShownSums(dict[nn.Parameter, _Before]):
         before = self.get(param)
         if before is None:
             return grad
-        if param._version != before.version:
+        is_written = num_writes(param, 0) != before.num_writes
+        self._end_watch(param, before)
+        if is_written:
             set_raw_grad(param, None)
             raise RuntimeError(
                 f"A hook of `register_post_accumulate_grad_hook` has written `{buffer.layout.slots[index].name}` in the"
@@ -155,8 +175,21 @@ class ShownSums(dict[nn.Parameter, _Before]):
         buffer.gradients.drop_sum(index)
         return grad
 
+    def leave(self, param: nn.Parameter) -> None:
+        """Leave the gradient as hooks of the program have left it."""
+        before = self.pop(param, None)
+        if before is not None:
+            self._end_watch(param, before)
+
+    def _end_watch(self, param: nn.Parameter, before: _Before) -> None:
+        if before.is_plain:
+            end_writes(param)
+            if has_class(param, HookedParameter):
+                restore_class(param)
+
     def abandon(self) -> None:
         """Drop gradients that nobody took, because a hook of the program has failed."""
-        for param in self:
+        for param, before in self.items():
+            self._end_watch(param, before)
             set_raw_grad(param, None)
         self.clear()

@@ -294,7 +294,7 @@ class Backward:
         left = unit.buffers[place].gradients.left
         if running.keeps_units:
             left.add(index)
-            self._shown.pop(param, None)
+            self._shown.leave(param)
             return None
         grad = raw_grad(param)
         if self._shown:

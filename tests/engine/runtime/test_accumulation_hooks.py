@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.buffers.parameter import HookedParameter, ReducedParameter
 from lightning_zero.engine.engine import ZeroEngine
 from tests import worlds
 from tests.references import Case, TinyGPT, adamw, token_loss
@@ -77,19 +78,40 @@ def test_hooks_see_and_change_the_gradient_of_this_rank_before_it_is_averaged(mi
     assert worlds.run(_check, 2, micro_batches) == [{}, {}]
 
 
+def _in_place(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.sub_(param.grad, alpha=0.1)  # type: ignore[arg-type]
+    param.grad = None
+
+
+def _through_data(param: nn.Parameter) -> None:
+    param.data.add_(param.grad, alpha=-0.1)  # type: ignore[arg-type]
+    param.grad = None
+
+
+def _assigned(param: nn.Parameter) -> None:
+    param.data = param.data - 0.1 * param.grad  # type: ignore[operator]
+    param.grad = None
+
+
+def _decay(param: nn.Parameter) -> None:
+    param.grad.add_(param.data, alpha=0.1)  # type: ignore[union-attr]
+
+
 def _stepped_by_hand(rank: int, world: int, stage: int) -> None:
-    engine = ZeroEngine(stage, units=["Block"])
-    module = engine.shard(TinyGPT(depth=DEPTH))
-
-    def step(param: nn.Parameter) -> None:
-        with torch.no_grad():
-            param.sub_(param.grad, alpha=0.1)  # type: ignore[arg-type]
-        param.grad = None
-
-    module.blocks[0].up.weight.register_post_accumulate_grad_hook(step)
-    with pytest.raises(RuntimeError, match=r"written `blocks.0.up.weight` in the\s+backward .*step='backward'"):
+    for step in (_in_place, _through_data, _assigned):
+        engine = ZeroEngine(stage, units=["Block"])
+        module = engine.shard(TinyGPT(depth=DEPTH))
+        weight = module.blocks[0].up.weight
+        handle = weight.register_post_accumulate_grad_hook(_decay)
         token_loss(module, rank, 0).backward()
-    engine.close()
+        handle.remove()
+        module.zero_grad()
+        weight.register_post_accumulate_grad_hook(step)
+        with pytest.raises(RuntimeError, match=r"written `blocks.0.up.weight` in the\s+backward .*step='backward'"):
+            token_loss(module, rank, 0).backward()
+        assert not isinstance(weight, HookedParameter) or isinstance(weight, ReducedParameter)
+        engine.close()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
