@@ -21,8 +21,8 @@ def prepare_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> 
     In a later part of a ``SequentialLR`` these are the steps that are left at its milestone.
 
     Raises:
-        ValueError: The training has no end, so that there is nothing to fill; or a schedule inside of another scheduler
-            would be stepped once an epoch.
+        ValueError: The training has no end, so that there is nothing to fill; or a schedule would not be stepped at
+            every step: it is inside of another scheduler that is stepped once an epoch, or has a `frequency`.
     """
     for config in configs:
         if isinstance(config.scheduler, Schedule) and config.interval == "epoch":
@@ -32,26 +32,35 @@ def prepare_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> 
                 " (`interval='step'`)."
             )
         if trainer.lightning_module.automatic_optimization:
-            _refuse_epochs(config)
+            _refuse_other_steps(config)
         for schedule, begin in _schedules(config.scheduler):
             if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)) and schedule.total_num_steps == "auto":
                 schedule.fill_total_num_steps(trainer.estimated_stepping_batches - begin)
                 rank_zero_info(f"`total_num_steps` of `{type(schedule).__name__}`: {schedule.total_num_steps}")
 
 
-def _refuse_epochs(config: LRSchedulerConfig) -> None:
-    """Refuse to step a schedule of this package once an epoch, because of the scheduler around it.
+def _refuse_other_steps(config: LRSchedulerConfig) -> None:
+    """Refuse to step a schedule of this package less often than its optimizer.
 
     Raises:
-        ValueError: It is in a scheduler whose interval is an epoch.
+        ValueError: It is in a scheduler whose interval is an epoch, or it is stepped at every few batches only.
     """
     inner = next((one for one, _ in _schedules(config.scheduler) if isinstance(one, Schedule)), None)
-    if inner is not None and config.interval == "epoch":
+    if inner is None:
+        return
+    name = type(inner).__name__
+    if config.interval == "epoch":
         outer = type(config.scheduler).__name__
         raise ValueError(
-            f"`{type(inner).__name__}` counts steps of the optimizer, and the `{outer}` around it is stepped once an"
+            f"`{name}` counts steps of the optimizer, and the `{outer}` around it is stepped once an"
             f' epoch. Return `{{"scheduler": ..., "interval": "step"}}` from `configure_optimizers`, and give `{outer}`'
             " its own numbers, such as milestones, in steps."
+        )
+    if config.frequency != 1:
+        raise ValueError(
+            f"`{name}` counts steps of the optimizer, and `frequency={config.frequency}` of `configure_optimizers`"
+            " would step it at every few batches only. Leave `frequency` out, and give the schedule its numbers in"
+            " steps."
         )
 
 

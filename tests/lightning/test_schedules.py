@@ -124,6 +124,12 @@ def test_a_schedule_in_one_that_is_stepped_once_an_epoch_is_refused(outer: Any, 
         rates(make, tmp_path)
 
 
+def test_a_schedule_with_a_frequency_is_refused(tmp_path: Path) -> None:
+    """Half of it was run: `auto` is the number of all steps."""
+    with pytest.raises(ValueError, match=r"^`WarmupDecayLR` counts .* `frequency=2` .* Leave `frequency` out"):
+        rates(lambda o: {"scheduler": WarmupDecayLR(o, "auto"), "interval": "step", "frequency": 2}, tmp_path)
+
+
 def test_a_training_without_an_end_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^`total_num_steps='auto'` of `WarmupDecayLR` .* has no end"):
         rates(lambda o: WarmupDecayLR(o, "auto"), tmp_path, max_epochs=-1)
