@@ -21,7 +21,7 @@ T = TypeVar("T")
 _TIMEOUT = timedelta(days=1)  # of a wait for a message; a stage that has failed ends the others at once
 
 
-_FORK_BEHIND_BACKWARD = "fork-based multiprocessing"  # of autograd's error, on a machine with an accelerator
+_FORK_BEHIND_BACKWARD = "fork-based multiprocessing"  # of autograd's error, where PyTorch is built with CUDA
 
 
 class _RemoteError(Exception):
@@ -85,10 +85,10 @@ def _results(ends: dict[Connection, int], processes: Sequence[Any]) -> list[Any]
             if told is not None:
                 if _FORK_BEHIND_BACKWARD in str(content):
                     content = RuntimeError(
-                        "Forecasts and simulations with `pipeline` fork a process for each stage, and on a machine with"
-                        " a GPU autograd does not run in a fork of a process that has run a backward. Make them before"
-                        " training, or in a process of their own, with `python -m lightning_zero estimate` or"
-                        " `simulate`."
+                        "Forecasts and simulations with `pipeline` fork a process for each stage, and in a fork of a"
+                        " process that has run a backward, be it of another forecast, autograd of a PyTorch with CUDA"
+                        " does not run. Make them first, or in a process of their own, with"
+                        " `python -m lightning_zero estimate` or `simulate`."
                     )
                 raise content from _RemoteError(f"\nIn the process of pipeline stage {stage}:\n\n{told}")
             found[stage] = content

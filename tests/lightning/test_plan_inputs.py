@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero.config import Pipeline
+from lightning_zero.forecast.rehearsal import pretended_world
+from lightning_zero.lightning.layer_costs import layer_costs
 from lightning_zero.lightning.plan_inputs import call_for_plan, without_collectives
 
 
@@ -43,14 +47,19 @@ class Program(LightningModule):
 
 
 def _seen(module: Program, data: Any) -> Tensor:
+    _fit(module, data)
+    call_for_plan(module)(module)
+    (batch,) = module.seen
+    return batch
+
+
+def _fit(module: Program, data: Any) -> None:
+    """Give a module a Trainer that is about to fit it."""
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1)
     module.trainer = trainer
     trainer.state.fn = "fit"  # type: ignore[assignment]
     trainer.strategy.connect(module)
     trainer._data_connector.attach_data(module, train_dataloaders=data)
-    call_for_plan(module)(module)
-    (batch,) = module.seen
-    return batch
 
 
 def test_two_samples_of_a_data_set_are_the_batch() -> None:
@@ -65,11 +74,22 @@ def test_the_first_batch_of_a_stream_is_taken() -> None:
 
 class WithoutNumber(Program):
     def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
-        return super().training_step(batch, 0)
+        loss: Tensor = self(batch).mean()
+        return loss
 
 
 def test_a_step_may_take_no_number_of_its_batch() -> None:
     assert torch.equal(_seen(WithoutNumber(), DataLoader(torch.ones(6, 3), batch_size=2)), torch.ones(2, 3))  # type: ignore[arg-type]
+
+
+def test_layers_are_costed_with_a_step_that_takes_no_number_of_its_batch() -> None:
+    module = WithoutNumber()
+    module.linear = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))  # type: ignore[assignment]
+    _fit(module, DataLoader(torch.ones(4, 3), batch_size=4))  # type: ignore[arg-type]
+    pipeline = Pipeline(stages=2, module="linear", microbatches=2, partition="flops")
+    with pretended_world(2):
+        costs = layer_costs(module, pipeline, torch.device("cpu"), nullcontext)
+    assert costs == {"linear.0": 2 * 2 * 9, "linear.1": 2 * 2 * 9}
 
 
 def test_an_example_goes_before_data() -> None:

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from lightning_zero import MachineRates, Offload, Pipeline, Simulation, ZeroStrategy, estimate_memory, simulate_step
-from tests.lightning.test_estimate import BATCH, DEEPSPEED, WIDTH, Configured, Program, WithoutNumber, WithoutOptimizer
+from tests.lightning.test_estimate import BATCH, DEEPSPEED, WIDTH, Configured, Program, WithoutOptimizer
 
 WEIGHTS = 3 * (WIDTH + 1) * WIDTH * 4  # bytes
 
@@ -254,11 +254,6 @@ def test_random_numbers_and_the_environment_are_as_before() -> None:
 def test_a_compiled_module_is_simulated_as_it_is() -> None:
     compiled: Any = torch.compile(Program(), backend="eager")
     assert _simulate(compiled).sent_bytes == _simulate().sent_bytes
-
-
-def test_layers_are_costed_with_a_step_that_takes_no_number_of_its_batch() -> None:
-    pipeline = Pipeline(stages=2, microbatches=2, partition="flops")
-    assert _simulate(WithoutNumber, ZeroStrategy(0, pipeline=pipeline), world_size=2).seconds > 0
 
 
 def test_clipping_by_value_reduces_no_norm() -> None:
