@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -47,5 +46,5 @@ def _over_ranks(rank: int, world: int, sizes: list[int]) -> float:
 
 
 @pytest.mark.parametrize("sizes", [[997, 0], [333, 664]], ids=str)
-def test_ranks_do_not_show(sizes: list[int]) -> Any:
+def test_ranks_do_not_show(sizes: list[int]) -> None:
     assert worlds.run(_over_ranks, 2, sizes) == [_exact(_values())] * 2
