@@ -143,6 +143,18 @@ ONCE = {  # what differed once, made smaller
             ("evaluate", {"what": "blocks.a.up"}),
         ],
     ),
+    "forward-below-a-unit-behind-changed-gradients": Program(
+        {"blocks": [("a", {"kind": "linear"}), ("b", {"kind": "linear"})]},
+        {"stage": 1},
+        SGD,
+        [("backward", {"look": False}), ("edit", {"look": False}), ("evaluate", {"what": "blocks.a.up"})],
+    ),
+    "decay-by-values-of-assigned-gradients": Program(
+        {"blocks": []},
+        {"stage": 3},
+        SGD,
+        [("assign", {"look": False}), ("edit", {"how": "decay", "look": False}), ("step", {})],
+    ),
     "data-pointed-elsewhere-where-a-rank-has-no-element": Program(
         {"blocks": [("a", {"kind": "linear"})]},
         {"stage": 1},

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine.buffers.parameter import ReleasedParameter
 from tests.fuzz.modules import VOCAB, WIDTH
 from tests.fuzz.sides import Side
 
@@ -253,10 +254,13 @@ _EDITS: dict[str, Callable[[Any], Any]] = {
 
 
 def edit(side: Side, *, names: Sequence[str] | None = None, how: str = "mul_") -> Seen:
-    """Edit gradients where there are any."""
+    """Edit gradients where there are any, where values are needed as docs/limits.md asks for (``p.grad = g``)."""
     with torch.no_grad():
         for param in _named(side, names):
-            if param.grad is not None:
+            if param.grad is None:
+                continue
+            is_released = isinstance(param, ReleasedParameter)  # although it has a gradient: an assigned one
+            with side.gathered([param], None) if how == "decay" and is_released else contextlib.nullcontext():
                 _EDITS[how](param)
     return []
 
