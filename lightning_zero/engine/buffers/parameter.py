@@ -160,17 +160,20 @@ def has_class(param: torch.Tensor, cls: type[torch.Tensor]) -> bool:
 def swap_class(param: torch.Tensor, cls: type[torch.Tensor]) -> None:
     """Give a parameter a class of this module; an instance of the user's class stays one."""
     user = user_class(param)
-    param.__class__ = _with_face(param, cls if user is nn.Parameter else class_over(cls, user))
+    made = cls if user is nn.Parameter else class_over(cls, user)
+    param.__class__ = _with_face(param, made) if _FACES else made
 
 
 def is_plain(param: torch.Tensor) -> bool:
     """Say whether a parameter has the user's class, and none of this module."""
-    return type(param) is _with_face(param, user_class(param))
+    user = user_class(param)
+    return type(param) is (_with_face(param, user) if _FACES else user)
 
 
 def restore_class(param: torch.Tensor) -> None:
     """Give a parameter the user's class back."""
-    param.__class__ = _with_face(param, user_class(param))
+    user = user_class(param)
+    param.__class__ = _with_face(param, user) if _FACES else user
 
 
 class Face(Protocol):

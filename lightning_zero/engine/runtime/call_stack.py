@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import BackwardCFunction
@@ -117,7 +118,9 @@ def may_keep_handles() -> bool:
 def apart_from_program() -> AbstractContextManager[Any]:
     """Keep the engine's own operations out of transforms and selective checkpointing, which follow the program's."""
     is_transformed = peek_interpreter_stack() is not None
-    is_recorded = any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    is_recorded = bool(_len_torch_dispatch_stack()) and any(
+        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
+    )
     return _apart(is_transformed, is_recorded) if is_transformed or is_recorded else _NOTHING
 
 
