@@ -37,6 +37,7 @@ from lightning_zero.engine.buffers.parameter import (
     PendingParameter,
     ReducedParameter,
     ReleasedParameter,
+    are_handed_out,
     end_writes,
     handed_out,
     has_class,
@@ -441,7 +442,8 @@ class FlatBuffer:
                     self._num_collected[index] += found
                     self._versions[index] = renew_writes(param)
                     written = index
-            self._forget_handed_out()
+            if are_handed_out():
+                self._forget_handed_out()
             if pointed:
                 for index in pointed:
                     self._num_collected[index] += 1
@@ -453,7 +455,8 @@ class FlatBuffer:
 
     def _forget_handed_out(self) -> None:
         """Let go of results of ``data`` that no program keeps."""
-        free = [self.params[index] for index in range(len(self.params)) if index not in self.entered]
+        entered = self.entered
+        free = [param for index, param in enumerate(self.params) if index not in entered]
         address = self.shown.untyped_storage()._cdata
         are_inside = [one.untyped_storage()._cdata == address for param in free for one in handed_out(param)]
         if not are_inside or any(is_data_kept(param) for param in free):

@@ -52,6 +52,7 @@ __all__ = [
     "ReducedParameter",
     "ReleasedParameter",
     "WatchedParameter",
+    "are_handed_out",
     "begin_window",
     "begin_writes",
     "call_program",
@@ -359,6 +360,11 @@ def handed_out(param: nn.Parameter) -> list[torch.Tensor]:
     """Return the results of ``data`` that are watched."""
     found = _HANDED_OUT.get(id(param))
     return [] if found is None else [data for data, _ in found.now if data is not None]
+
+
+def are_handed_out() -> bool:
+    """Say whether results of ``data`` of any parameter are watched."""
+    return bool(_HANDED_OUT)
 
 
 def is_data_kept(param: nn.Parameter) -> bool:
