@@ -34,9 +34,11 @@ __all__ = [
     "finish_device",
     "finish_stream",
     "first_call_of_thread",
+    "is_capturing",
     "keep_for_stream",
     "lock_pages",
     "memory_of",
+    "replays_graph",
     "unlock_pages",
 ]
 
@@ -195,7 +197,7 @@ class WorkStream:
 
     def wait(self) -> None:
         """Let the current stream wait for its work so far."""
-        if self._stream is not None and not (self.is_current or torch.cuda.is_current_stream_capturing()):
+        if self._stream is not None and not (self.is_current or is_capturing()):
             torch.cuda.current_stream(self._index).wait_stream(self._stream)
 
     def enter(self) -> bool:
@@ -280,6 +282,16 @@ def finish_device(device: torch.device | None) -> None:
     """Wait until a device, by default the current one, has done all work of all streams, if CUDA is in use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device if device is not None and device.type == "cuda" else None)
+
+
+def is_capturing() -> bool:
+    """Say whether a CUDA graph is being captured: operations are recorded, and run when the graph is replayed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def replays_graph(forward: object) -> bool:
+    """Say whether a function is one that ``torch.cuda.make_graphed_callables`` gives to a module."""
+    return getattr(forward, "__module__", None) == "torch.cuda.graphs"
 
 
 def keep_for_stream(tensor: torch.Tensor) -> None:

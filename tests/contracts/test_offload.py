@@ -30,7 +30,7 @@ from lightning_zero.engine.optim.flat_step import FlatStep
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
-from tests.references import Outcome, TinyGPT, difference, token_loss, train, train_zero
+from tests.references import Outcome, TinyGPT, difference, token_loss, tokens, train, train_zero
 from tests.sampling import sample
 
 STEPS = 4
@@ -292,6 +292,26 @@ def _is_deferred(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3], ids="stage{}".format)
 def test_a_step_is_deferred_where_it_should_be_and_a_touch_makes_it(stage: int) -> None:
     worlds.run(_is_deferred, 2, stage)
+
+
+def _steps_in_captures(rank: int, world: int) -> None:
+    engine, module, optimizer = _started(1, step="deferred")
+    _step(engine, module, optimizer, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_initialized", lambda: True)
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="is deferred, and a CUDA graph is being captured.*engine.flush"):
+            module(tokens(rank, 0))
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+        engine.flush()
+        patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        _step(engine, module, optimizer, 0)
+        assert not any(buffer.values._update for buffer in engine._state.buffers)
+    engine.close()
+
+
+def test_a_step_in_a_captured_graph_is_made_there_and_one_from_before_is_refused() -> None:
+    worlds.run(_steps_in_captures, 1)
 
 
 def _failing(rank: int, world: int) -> None:

@@ -49,6 +49,15 @@ def _alone(device: str) -> Iterator[None]:
     yield
 
 
+@pytest.mark.gpu
+def test_a_module_whose_forward_is_a_graph_is_refused() -> None:
+    """Its graph read the weights where they had been before ``shard``, and the module did not train."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).cuda()
+    torch.cuda.make_graphed_callables(module[2], (torch.randn(4, 8, device="cuda"),))
+    with pytest.raises(ValueError, match="Module `2` went through `make_graphed_callables`"):
+        ZeroEngine(1).shard(module)
+
+
 # -- One rank is a plain loop ------------------------------------------------------------------------------------------
 
 

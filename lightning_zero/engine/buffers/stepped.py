@@ -12,6 +12,7 @@ from lightning_zero.engine.buffers.rounding import Rounding
 from lightning_zero.engine.buffers.spec import BufferSpec
 from lightning_zero.engine.buffers.update import StepThread, Update
 from lightning_zero.sharding import ShardingScope
+from lightning_zero.storage.copies import is_capturing
 from lightning_zero.storage.residence import is_in_memory, ordinary
 from lightning_zero.storage.store import ShardStore
 
@@ -300,6 +301,11 @@ class SteppedValues:
         """
         if self._update is None:
             return False
+        if is_capturing():
+            raise RuntimeError(
+                f"The step of unit `{self._spec.name}` is deferred, and a CUDA graph is being captured now: each replay"
+                " would make that step again. Call `engine.flush()` before the capture, or use `step='now'`."
+            )
         update, self._update = self._update, None
         try:
             update.finish()

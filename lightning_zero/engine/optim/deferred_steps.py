@@ -18,6 +18,7 @@ import torch
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.update import StepThread, Update
 from lightning_zero.engine.optim.flat_step import FlatStep
+from lightning_zero.storage.copies import is_capturing
 
 __all__ = ["DeferredSteps"]
 
@@ -48,8 +49,8 @@ class DeferredSteps:
         self.begun: dict[int, Update] = {}  # of the next one, by buffer: they may be running
 
     def wants(self, buffer: FlatBuffer) -> bool:
-        """Say whether the step of a buffer is deferred."""
-        return self._defers(buffer.home.is_apart)
+        """Say whether the step of a buffer is deferred: not while a CUDA graph is captured, which has to contain it."""
+        return self._defers(buffer.home.is_apart) and not is_capturing()
 
     def update(self, buffer: FlatBuffer, *, gradient: torch.Tensor | None, rounds: bool) -> Update:
         """Return the step of a buffer from the calls that were planned for it."""

@@ -1,4 +1,4 @@
-"""Parameters that cannot be sharded, refused by name before anything is changed or sent."""
+"""Parameters and modules that cannot be sharded, refused by name before anything is changed or sent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_zero.dtensors import refuse_dtensors
 from lightning_zero.engine.buffers.parameter import ReleasedParameter, class_over, has_class, user_class
+from lightning_zero.storage.copies import replays_graph
 
 __all__ = ["check_new_buffers", "check_shardable"]
 
@@ -20,9 +21,11 @@ def check_shardable(module: nn.Module) -> None:
     """Refuse parameters that the engine cannot hold, and memory that several of them share. No collective.
 
     Raises:
-        ValueError: A parameter is lazy, distributed, sparse, of a class that cannot be kept, or shares memory.
+        ValueError: A parameter is lazy, distributed, sparse, of a class that cannot be kept, or shares memory, or a
+            CUDA graph reads it.
     """
     refuse_dtensors(module)
+    _check_graphs(module)
     params = _params_of(module)
     for name, buffer in module.named_buffers():
         if is_lazy(buffer):
@@ -51,6 +54,17 @@ def check_new_buffers(module: nn.Module, added: Iterable[tuple[str, nn.Module]])
 
 def _params_of(module: nn.Module) -> list[Named]:
     return [(name, param) for name, param in module.named_parameters() if not has_class(param, ReleasedParameter)]
+
+
+def _check_graphs(module: nn.Module) -> None:
+    """Refuse modules whose forward replays a CUDA graph, which reads parameters at their former addresses."""
+    for name, child in module.named_modules():
+        if replays_graph(vars(child).get("forward")) and any(True for _ in child.parameters()):
+            raise ValueError(
+                f"Module `{name or type(child).__name__}` went through `make_graphed_callables`: its CUDA graph reads"
+                " the memory in which its parameters were, and `shard` moves them. Leave that call out; `torch.compile`"
+                " is supported."
+            )
 
 
 # -- Kinds of parameters -----------------------------------------------------------------------------------------------

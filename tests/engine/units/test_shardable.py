@@ -91,6 +91,19 @@ def _closed() -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
+def _graphed() -> nn.Module:
+    """Return a module with a part whose forward is as ``torch.cuda.make_graphed_callables`` leaves it."""
+    module = _linears()
+    for child in (module[0], module[1]):
+
+        def new_fwd(*args: Any, forward: Any = child.forward) -> Any:
+            return forward(*args)
+
+        new_fwd.__module__ = "torch.cuda.graphs"
+        child.forward = new_fwd
+    return module  # type: ignore[no-any-return]
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (_lazy, "Parameter `1.weight` has no shape.*Run one forward"),
     "lazy-buffer": (_lazy_buffer, "Buffer `0.running_mean` has no shape.*Run one forward"),
@@ -103,6 +116,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "inference": (_of_inference, "`0.weight` was made in inference mode"),
     "quantised": (_quantised, "`codes` is of PyTorch's quantised dtype torch.qint8.*int_repr"),
     "closed": (_closed, "`closed` is of class `_Closed`.*no subclasses"),
+    "graphed": (_graphed, "Module `0` went through `make_graphed_callables`.*Leave that call out"),
 }
 
 
@@ -112,6 +126,12 @@ def test_a_parameter_that_cannot_be_sharded_is_refused_by_name(name: str) -> Non
     build, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         ZeroEngine(3).shard(build())
+
+
+def test_a_graph_of_a_module_without_parameters_stays() -> None:
+    module = _graphed()
+    del module[0].forward
+    check_shardable(module)
 
 
 def _distributed(rank: int, world: int) -> None:
