@@ -40,6 +40,7 @@ __all__ = [
     "memory_of",
     "replays_graph",
     "unlock_pages",
+    "with_index",
 ]
 
 _Result = TypeVar("_Result")
@@ -174,7 +175,7 @@ class WorkStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._index = -1 if device.type != "cuda" else _index_of(device)
+        self._index = -1 if device.type != "cuda" else with_index(device).index
         self._stream: Any = None
         self._raw = 0
         self._entered: set[int] = set()  # streams that have waited for it since it was moved
@@ -303,18 +304,26 @@ def keep_for_stream(tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def lock_pages(address: int, nbytes: int) -> int:
-    """Lock host memory for copies from and to CUDA devices; return the error code of the runtime, 0 for none."""
-    code = int(_runtime().cudaHostRegister(address, nbytes, 0))
-    if code:
-        _clear_error()
+def lock_pages(address: int, nbytes: int, device: torch.device | None) -> int:
+    """Lock host memory for copies from and to CUDA devices; return the error code of the runtime, 0 for none.
+
+    Args:
+        address: Where the memory begins.
+        nbytes: Its size.
+        device: The one that is asked, by default the current one. A device that was not used so far gets a context.
+    """
+    with torch.cuda.device(-1 if device is None else device):
+        code = int(_runtime().cudaHostRegister(address, nbytes, 0))
+        if code:
+            _clear_error()
     return code
 
 
-def unlock_pages(address: int) -> None:
-    """Unlock memory that ``lock_pages`` has locked."""
-    if int(_runtime().cudaHostUnregister(address)):
-        _clear_error()
+def unlock_pages(address: int, device: torch.device | None) -> None:
+    """Unlock memory that ``lock_pages`` has locked, with the same device."""
+    with torch.cuda.device(-1 if device is None else device):
+        if int(_runtime().cudaHostUnregister(address)):
+            _clear_error()
 
 
 def _runtime() -> Any:
@@ -335,12 +344,15 @@ def first_call_of_thread(device: torch.device) -> Callable[[], None]:
     """
     if device.type != "cuda":
         return lambda: None
-    index = _index_of(device)
+    index = with_index(device).index
     return lambda: torch.cuda.set_device(index)
 
 
-def _index_of(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+def with_index(device: torch.device) -> torch.device:
+    """Return a device by the name that its tensors have: ``"cuda"`` is the current device of this thread."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _new_stream(device: torch.device) -> Any:

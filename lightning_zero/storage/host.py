@@ -81,9 +81,8 @@ class HostStore(Accounts):
         self.is_pinned = pinned
         self._copies_of = copies_of
         self._locked: set[int] = set()  # addresses that are registered with the driver
-        self._unlock = weakref.finalize(
-            self, _unlock, self._locked, copies_of
-        )  # an engine that is dropped closes nothing
+        # An engine that is dropped closes nothing.
+        self._unlock = weakref.finalize(self, _unlock, self._locked, copies_of)
         self._unlock.atexit = False
         self._freed: list[tuple[int, object]] = []  # of them, with their memory, those in which no tensor lies any more
         self._pool: dict[int, list[torch.Tensor]] = {}  # tensors in locked memory that were given back, by bytes
@@ -142,7 +141,7 @@ class HostStore(Accounts):
 
     def _pin(self, pages: Pages) -> None:
         address, size = pages.content.data_ptr(), pages.content.nbytes
-        code = lock_pages(address, size)
+        code = lock_pages(address, size, self._copies_of)
         if code == 0:
             self._locked.add(address)
             pages.when_freed(partial(_keep_if_locked, self._locked, self._freed, address))
@@ -162,7 +161,7 @@ class HostStore(Accounts):
         for one in freed:
             self._freed.remove(one)
             self._locked.remove(one[0])
-            unlock_pages(one[0])
+            unlock_pages(one[0], self._copies_of)
 
     def close(self) -> None:
         """Unlock all pages, also those of tensors that somebody keeps, and forget all accounts."""
@@ -182,5 +181,5 @@ def _unlock(locked: set[int], device: torch.device | None) -> None:
     if locked:
         finish_device(device)  # a copy may be running that nobody waits for
     for address in locked:
-        unlock_pages(address)
+        unlock_pages(address, device)
     locked.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +75,33 @@ def test_locked_memory_that_is_given_back_is_used_again(monkeypatch: pytest.Monk
         store.give_back("gradients", gradient)
     store.create("gradients", 50, torch.float32)
     assert (calls, store.live("gradients"), store.peak("gradients")) == ([4096, 4096], 200, 400)
+
+
+def test_memory_is_locked_and_unlocked_on_the_device_of_its_copies() -> None:
+    """In a thread on another device they were made on that one, which got a context for it."""
+    device, asked = torch.device("cuda", 3), []
+    with SimulatedDevice() as simulation, pytest.MonkeyPatch.context() as patch:
+        current: list[object] = []
+
+        @contextmanager
+        def on(device: object) -> Iterator[None]:
+            current.append(device)
+            yield
+            current.pop()
+
+        simulation.patch("device", on)
+        driver = simulation.driver
+        for name in ("cudaHostRegister", "cudaHostUnregister"):
+            call = getattr(driver, name)
+            patch.setattr(driver, name, lambda *args, call=call: asked.append(current[-1:]) or call(*args))
+        store = HostStore(pinned=True, copies_of=device)
+        kept = store.allocate(1000, torch.float32)
+        del kept
+        store.allocate(5000, torch.float32)  # the first is unlocked before
+        store.close()
+        HostStore(pinned=True, copies_of=device).allocate(10, torch.float32)
+        gc.collect()
+    assert asked == [[device]] * 6
 
 
 def test_memory_whose_last_tensor_has_gone_is_unlocked_before_more_is_locked() -> None:
