@@ -41,6 +41,7 @@ from lightning_zero.engine.units.remote_params import RemoteParams
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.grid import Grid, GridPlaces, check_places
 from lightning_zero.sharding import NodeRanks, ShardedOver, Sharding, ShardingScope
+from lightning_zero.storage.copies import with_index
 from lightning_zero.storage.store import DeviceStore
 
 __all__ = ["EngineOptions", "ShardedModule"]
@@ -165,7 +166,7 @@ class ShardedModule:
         serve_transforms()
         self._options = options
         self._param_index = param_index
-        device = options.device or _device_of(module)
+        device = with_index(options.device or _device_of(module))
         self._lowering = Lowering(module, options.precision)
         # - Ranks
         self.communicator = Communicator(options.communication, device, options.process_group)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ActivationCheckpointing, Communication, MixedPrecision, Offload
+from lightning_zero.engine.buffers.home import Home
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
 from lightning_zero.sharding import Sharding
@@ -387,6 +388,31 @@ def test_the_host_waits_for_few_copies_of_offloaded_buffers(case: str) -> None:
     _, placement, precision = split_case(case)
     for waits in worlds.run(_waits, 2, case):
         assert sum(waits.values()) <= WAITS[placement] * NUM_BUFFERS[precision] + 2, waits
+
+
+def _gathers_of_masters(rank: int, world: int) -> list[bool]:
+    """Return whether masters were gathered where they are, for a device that is named without its number."""
+    found = []
+    gather = Home.gather_whole
+
+    def note(*args: Any) -> Any:
+        found.append(gather(*args))
+        return found[-1]
+
+    with SimulatedDevice(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Home, "gather_whole", note)
+        one = _Training("cuda", BF16, stage=0)
+        plain(one, 0)
+        one.engine.internals.checkpoints.complete_masters()
+        one.engine.close()
+    return [pending is not None for pending in found]
+
+
+def test_a_device_without_a_number_is_that_of_its_tensors() -> None:
+    """At stage 0 every gather of masters took a copy of them."""
+    for found in worlds.run(_gathers_of_masters, 2):
+        assert found
+        assert all(found)
 
 
 def _waits_in_backward(rank: int, world: int, placement: str) -> list[str]:
