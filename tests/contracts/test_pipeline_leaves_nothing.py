@@ -7,9 +7,11 @@ import weakref
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from lightning_zero.config import Pipeline
 from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.parallel.pipeline.stages.sources import is_fake
 from tests.contracts.test_pipeline_programs import Functional, Program, _loader
 from tests.lightning_programs import seeded, trainer
 from tests.sampling import sample
@@ -43,3 +45,41 @@ def test_a_fit_with_deferred_steps_is_collected() -> None:
     """The exception that ends a run of the step had the frames of the first one, and they all of the rest."""
     for found in run(_is_gone, 4, "interleaved_1f1b", 3, "functional", {"step": "deferred"}):
         assert all(found)
+
+
+class _Noting(Program):
+    """Notes the tensors that its blocks are given and return, and which of them are left behind a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.left: list[int] = []
+        for block in self.net.blocks:
+            block.register_forward_hook(self._note)
+
+    def _note(self, block: nn.Module, args: Any, result: Tensor) -> None:
+        self.seen += [weakref.ref(one) for one in (args[0], result) if not is_fake(one)]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        gc.collect()
+        gc.disable()
+        self.seen.clear()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.seen
+        self.left.append(sum(one() is not None for one in self.seen))
+        gc.enable()
+
+
+def _left_behind_steps(rank: int, world: int, schedule: Any) -> list[int]:
+    strategy = ZeroStrategy(1, pipeline=Pipeline(stages=2, microbatches=2, schedule=schedule))
+    module = seeded(_Noting)
+    trainer(rank, world, strategy, max_epochs=1).fit(module, _loader(1, 0, 8, 24))
+    return module.left[1:]  # the first step describes the stages
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_tensors_of_a_micro_batch_are_given_back_with_its_step(schedule: str) -> None:
+    """A class that was made in each run of the step held them until Python's collector found it."""
+    for left in run(_left_behind_steps, 2, schedule):
+        assert left == [0, 0]

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch.utils.checkpoint
@@ -207,17 +208,16 @@ class Checkpoints:
             self._started.append(self._noting(generator, function, args, kwargs))
             return self._started[-1]
 
-        class _Reentrant(reentrant):  # type: ignore[misc,valid-type]
-            @staticmethod
-            def apply(function: _Function, preserve: bool, *args: Any) -> Any:
-                if not is_between() or not any(isinstance(one, Tensor) and one.requires_grad for one in args):
-                    return reentrant.apply(function, preserve, *args)
-                return checkpoint(
-                    function, *args, use_reentrant=False, preserve_rng_state=preserve, determinism_check="none"
-                )
+        def apply(function: _Function, preserve: bool, *args: Any) -> Any:
+            if not is_between() or not any(isinstance(one, Tensor) and one.requires_grad for one in args):
+                return reentrant.apply(function, preserve, *args)
+            return checkpoint(
+                function, *args, use_reentrant=False, preserve_rng_state=preserve, determinism_check="none"
+            )
 
         try:
-            module._checkpoint_without_reentrant_generator, module.CheckpointFunction = watched_generator, _Reentrant
+            module._checkpoint_without_reentrant_generator = watched_generator
+            module.CheckpointFunction = SimpleNamespace(apply=apply)  # a class would be a cycle that holds the run
             yield
         finally:
             module._checkpoint_without_reentrant_generator, module.CheckpointFunction = generator, reentrant
