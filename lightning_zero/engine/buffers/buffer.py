@@ -255,7 +255,7 @@ class FlatBuffer:
             swap_class(param, PendingParameter)
         elif self.is_lowered:
             swap_class(param, LoweredParameter)
-        elif index in self.gradients.asked_for:
+        elif self.gradients.is_asked_for(index):
             swap_class(param, ReducedParameter)
 
     def leave_window(self, index: int) -> None:

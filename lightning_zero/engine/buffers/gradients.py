@@ -475,10 +475,9 @@ class BufferGradients:
 
     def mark_reduced(self) -> None:
         """Let reads of ``grad`` find reduced gradients, and ``zero_grad`` those that wait for the last micro-batch."""
-        params = self._spec.params
-        for index in self.asked_for:
-            if is_plain(params[index]):
-                swap_class(params[index], ReducedParameter)
+        for index, param in enumerate(self._spec.params):
+            if is_plain(param) and self.is_asked_for(index):
+                swap_class(param, ReducedParameter)
 
     def mark_expected(self) -> None:
         """Let reads of ``grad`` find the gradients of a backward that has not ended, also those of other ranks."""
@@ -496,14 +495,11 @@ class BufferGradients:
             if has_class(param, ReducedParameter) and (for_compiler or user_class(param) is not nn.Parameter):
                 restore_class(param)
 
-    @property
-    def asked_for(self) -> set[int]:
-        """The slots whose parameters are ``ReducedParameter`` while they are whole: their reads are watched."""
-        asked_for = self.has_grad | self.given_out | self.sums.slots
-        if self._spec.sharding.params:
-            params = enumerate(self._spec.params)
-            asked_for |= {index for index, param in params if user_class(param) is nn.Parameter}
-        return asked_for
+    def is_asked_for(self, index: int) -> bool:
+        """Say whether a parameter is a ``ReducedParameter`` while it is whole: its reads are watched."""
+        if any(index in slots for slots in (self.has_grad, self.given_out, self.sums.slots)):
+            return True
+        return bool(self._spec.sharding.params) and user_class(self._spec.params[index]) is nn.Parameter
 
     def forget_given_out(self) -> None:
         """Make parameters plain that are marked only because a program has read their segment."""
@@ -512,9 +508,9 @@ class BufferGradients:
 
     def _unmark(self, indices: set[int]) -> None:
         """Make parameters plain of which nothing is of interest any more."""
-        for index in indices - self.asked_for:
+        for index in indices:
             param = self._spec.params[index]
-            if has_class(param, ReducedParameter):
+            if has_class(param, ReducedParameter) and not self.is_asked_for(index):
                 end_writes(param)
                 restore_class(param)
 

@@ -49,6 +49,22 @@ def test_gradients_are_kept_over_steps_until_they_are_forgotten(stage: int, worl
     worlds.run(_retain, world, stage if world > 1 else 0)
 
 
+def _classes_read(rank: int, world: int) -> tuple[int, int]:
+    buffer, read = numbered_buffer(3), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.engine.buffers.gradients.user_class", lambda one: read.append(one) or type(one))
+        for index in range(len(buffer.params)):
+            buffer.bind_one(index)
+            buffer.window.drop([index])
+    return len(read), len(buffer.params)
+
+
+def test_a_parameter_that_leaves_the_window_looks_at_no_other() -> None:
+    """Nor one whose gradient is dropped: that took quadratic time in ``module.zero_grad()``."""
+    for num_read, num_params in worlds.run(_classes_read, 2):
+        assert num_read <= 2 * num_params
+
+
 def _gradient_bytes(rank: int, world: int) -> list[list[float]]:
     """The bytes of gradients while they are summed, when they are reduced and when they are forgotten, in buffers."""
     found = []
