@@ -40,7 +40,7 @@ class MachineRates:
 
     Attributes:
         tflops: 10**12 floating-point operations per second that matrix products in 16 bits reach.
-        tflops_fp32: Those that products in fp32 reach, without TF32 unless it is said.
+        tflops_fp32: Those that products in fp32 and fp64 reach, without TF32 unless it is said.
         memory: GB per second that operations read and write on the device.
         link: GB per second that a rank sends to ranks of its node.
         network: GB per second that a rank sends to other nodes.

@@ -95,7 +95,7 @@ class Simulation:
     @property
     def tflops(self) -> float:
         """The rate of products in the precision: ``rates.tflops``, or ``rates.tflops_fp32``."""
-        return self.rates.tflops_fp32 if self.precision == "32-true" else self.rates.tflops
+        return self.rates.tflops_fp32 if self.precision in ("32-true", "64-true") else self.rates.tflops
 
 
 def simulation_text(simulation: Simulation, *, lists_calls: bool = True) -> str:

@@ -95,8 +95,8 @@ def estimate_memory(
         optimizer: Makes the optimizer from parameters; by default the module's ``configure_optimizers``, or AdamW.
         loss: Computes the loss of a module and a batch; by default ``training_step``, or the module's output if it is a
             scalar or has a ``loss``.
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"16-true"``, as in the Trainer;
-            by default the strategy's.
+        precision: ``"32-true"``, ``"64-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"16-true"``, as
+            in the Trainer; by default the strategy's.
         accelerator: ``"gpu"``, or ``"cpu"``, on which reductions take more memory.
         ranks_per_node: Ranks of a node, for ``Sharding(grads="node")``.
         accumulate_grad_batches: As in the Trainer.

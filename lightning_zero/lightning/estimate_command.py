@@ -44,8 +44,8 @@ def estimate(
         memory: Memory of a device, such as ``80GiB``. Names the fastest setting that fits, and prints its YAML. By it
             ``Pipeline(reduce="auto")`` decides, too.
         ranks_per_node: Ranks of a node, for scopes of a node; by default ``devices`` where ``world`` is not given.
-        precision: Overrides that of the configuration: ``32-true``, ``bf16-mixed``, ``bf16-true``, ``16-mixed`` or
-            ``16-true``.
+        precision: Overrides that of the configuration: ``32-true``, ``64-true``, ``bf16-mixed``, ``bf16-true``,
+            ``16-mixed`` or ``16-true``.
         only: Forecast the setting of the configuration alone.
         json: Print JSON, in bytes, instead of the table.
         plot: Picture to write (``.png``).

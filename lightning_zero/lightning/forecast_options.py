@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.lightning.precision import ZeroHalfPrecision, ZeroMixedPrecision, ZeroPrecision, ZeroStep
+from lightning_zero.lightning.precision import (
+    ZeroDoublePrecision,
+    ZeroHalfPrecision,
+    ZeroMixedPrecision,
+    ZeroPrecision,
+    ZeroStep,
+)
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.module_copies import copied
 from lightning_zero.parallel.pipeline.schedule.streams import RandomState, seed_generators
@@ -36,6 +42,7 @@ __all__ = [
 
 _PRECISIONS: dict[str, Callable[[], ZeroStep]] = {
     "32-true": ZeroPrecision,
+    "64-true": ZeroDoublePrecision,
     "bf16-mixed": partial(ZeroMixedPrecision, "bf16-mixed", "cpu"),
     "bf16-true": partial(ZeroHalfPrecision, "bf16-true"),
     "16-mixed": partial(ZeroMixedPrecision, "16-mixed", "cpu"),
@@ -55,7 +62,7 @@ def precision_of(given: str | None, strategy: ZeroStrategy, accelerator: str) ->
         ValueError: It is not forecast, or a configuration of DeepSpeed says another one.
     """
     name = str(given or strategy.precision_plugin.precision)
-    name = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(name, name)
+    name = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(name, name)
     if name not in _PRECISIONS:
         raise ValueError(f"`precision={name!r}` is not forecast yet. Use {', '.join(map(repr, _PRECISIONS))}.")
     on_cpu = accelerator == "cpu"

@@ -53,11 +53,11 @@ def simulate(
         data: As for ``estimate``.
         ranks_per_node: Ranks of a node; by default ``devices`` where ``world`` is not given, else 8 where they divide
             the world, or all.
-        precision: Overrides that of the configuration: ``32-true``, ``bf16-mixed``, ``bf16-true``, ``16-mixed`` or
-            ``16-true``.
+        precision: Overrides that of the configuration: ``32-true``, ``64-true``, ``bf16-mixed``, ``bf16-true``,
+            ``16-mixed`` or ``16-true``.
         measure: Measure rates of this machine first, in some seconds; rates that are given win.
         tflops: 10**12 operations per second of matrix products in 16 bits.
-        tflops_fp32: Those of products in fp32, as with ``32-true``.
+        tflops_fp32: Those of products in fp32 and fp64, as with ``32-true``.
         memory: GB per second of the device's memory.
         link: GB per second that a rank sends within its node.
         network: GB per second that a rank sends to other nodes.

@@ -33,7 +33,7 @@ from tests.contracts.test_memory_formula import _live_bytes
 from tests.lightning_programs import trainer
 
 PEAK, PERSISTENT = 0.05, 0.005
-TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 SCALARS = 1024  # bytes: counters of optimizers
 
@@ -286,6 +286,8 @@ def _matrix() -> Iterator[Case]:
         yield Case(model, stage, 2, None, "full", "16-true")
         yield Case(model, stage, 1, "cpu", None, "16-mixed")
     yield Case("gpt", 2, 2, "disk", None, "16-true")
+    for model, stage in itertools.product(MODELS, (0, 2)):
+        yield Case(model, stage, 2, None, "full", "64-true")
     for optimizer, offload in itertools.product(("adam", "sgd"), (None, "cpu")):
         yield Case("gpt", 2, 2, offload, None, "32-true", optimizer)
     for model, stage, world, offload in itertools.product(MODELS, (0, 1, 2, 3), (1, 2), ("disk", "half-disk")):
@@ -302,6 +304,7 @@ QUICK = [
     Case("gpt", 1, 2, "cpu", "full"),
     Case("llama", 3, 2, None, "full", "bf16-mixed"),
     Case("conv", 2, 2, "cpu"),
+    Case("conv", 3, 2, "cpu", None, "64-true"),
     Case("conv", 0, 1),
     Case("gpt", 2, 2, "disk"),
     Case("conv", 3, 2, "all-disk", "full", "bf16-mixed"),
@@ -368,6 +371,7 @@ def _fit(rank: int, world: int, options: dict[str, Any], more: dict[str, Any]) -
         pytest.param({"stage": 2, "offload": "cpu"}, {"gradient_clip_val": 1.0}, 2, marks=pytest.mark.slow),
         pytest.param({"stage": 1}, {"accumulate_grad_batches": 2, "precision": "bf16-true"}, 2, marks=pytest.mark.slow),
         pytest.param({"stage": 2, "step": "backward"}, {}, 2, marks=pytest.mark.slow),
+        pytest.param({"stage": 3}, {"precision": "64-true"}, 2, marks=pytest.mark.slow),
         pytest.param({"stage": 0, "moments": "int8"}, {}, 1, marks=pytest.mark.slow),
     ],
 )

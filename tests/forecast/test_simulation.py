@@ -49,6 +49,7 @@ def test_sums_are_those_of_the_calls() -> None:
     assert one.exposed_s == 0.75
     assert one.utilisation == pytest.approx(0.25)
     assert _simulation(seconds=0.0).utilisation == 0
+    assert [_simulation(precision=one).tflops for one in ("32-true", "64-true", "bf16-true")] == [2.0, 2.0, 20.0]
 
 
 def test_the_text_lists_calls_in_their_order() -> None:

@@ -202,7 +202,9 @@ def test_hooks_may_ask_how_many_steps_there_are() -> None:
 
 
 def test_precisions_have_their_bytes() -> None:
-    whole, mixed, half = (_own(Program(), precision=one) for one in ("32-true", "bf16-mixed", "bf16-true"))
+    names = ("64-true", "32-true", "bf16-mixed", "bf16-true")
+    double, whole, mixed, half = (_own(Program(), precision=one) for one in names)
+    assert double.device == {kind: 2 * nbytes for kind, nbytes in whole.device.items()}
     assert whole.device["parameters"] > 1.9 * half.device["parameters"]
     assert whole.device["optimizer"] == 0
     assert half.device["optimizer"] == whole.device["parameters"]  # masters
@@ -326,7 +328,7 @@ def test_options_that_are_not_forecast_are_refused_by_name(strategy: ZeroStrateg
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (Program(), {"precision": "64-true"}, "`precision='64-true'` is not forecast yet. Use '32-true'"),
+        (Program(), {"precision": "nf4"}, "`precision='nf4'` is not forecast yet. Use '32-true'"),
         (Program(), {"world_size": 0}, "`world_size=0` must be a number of ranks"),
         (Program(), {"accelerator": "tpu"}, "`accelerator='tpu'` is not known"),
         (Program(), {"batch": None}, "needs a batch of `Program`. Set its `example_input_array`, add `data`"),

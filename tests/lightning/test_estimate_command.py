@@ -105,7 +105,7 @@ def test_a_log_stands_beside_the_forecast(tmp_path: Path, capsys: pytest.Capture
         ([f"--module={HERE}:Program"], "needs a batch of `Program`"),
         ([f"--module={HERE}:Described", "--memory=much"], "`--memory=much` is not a size"),
         ([f"--module={HERE}:Described", "--world=0"], "`world_size=0` must be a number of ranks"),
-        ([f"--module={HERE}:Described", "--precision=64-true"], "`precision='64-true'` is not forecast yet"),
+        ([f"--module={HERE}:Described", "--precision=nf4"], "`precision='nf4'` is not forecast yet"),
     ],
 )
 def test_errors_end_with_status_1_and_one_line(

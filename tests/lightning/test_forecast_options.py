@@ -9,11 +9,11 @@ from lightning_zero.lightning.forecast_options import on_cpu, precision_of, refu
 
 
 def test_short_names_of_precisions_are_known() -> None:
-    assert [precision_of(one, ZeroStrategy(), "gpu") for one in ("32", "bf16", "bf16-true", None)] == [
-        "32-true", "bf16-mixed", "bf16-true", "32-true",
+    assert [precision_of(one, ZeroStrategy(), "gpu") for one in ("32", "64", "bf16", "bf16-true", None)] == [
+        "32-true", "64-true", "bf16-mixed", "bf16-true", "32-true",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="`precision='64-true'` is not forecast yet. Use '32-true', 'bf16-mixed'"):
-        precision_of("64-true", ZeroStrategy(), "gpu")
+    with pytest.raises(ValueError, match="`precision='nf4'` is not forecast yet. Use '32-true', '64-true', "):
+        precision_of("nf4", ZeroStrategy(), "gpu")
 
 
 def test_options_are_refused_in_the_words_of_the_caller() -> None:

@@ -291,7 +291,7 @@ class Stops(Program):
         (Program, {"ranks_per_node": 3}, "`ranks_per_node=3` must be a number that divides `world_size=4`"),
         (Program, {"batch": None}, "A simulation needs a batch of `Program`"),
         (nn.Identity, {}, "A simulation trains a `LightningModule`, and `Identity` is none"),
-        (Program, {"precision": "64-true"}, "`precision='64-true'` is not forecast yet"),
+        (Program, {"precision": "nf4"}, "`precision='nf4'` is not forecast yet"),
         (
             Program,
             {"strategy": ZeroStrategy(pipeline=Pipeline(stages=2, partition="measured"))},
