@@ -1,14 +1,16 @@
-"""Two training steps of one setting, by the engine that a run uses, on one pretended rank and without values.
+"""Training steps of one setting, by the engine that a run uses, on one pretended rank and without values.
 
 Note [Why two steps]
     The first step makes optimizer states and learns the order in which units are gathered; from the second on every
-    step is the same. Python's garbage collector does not run in it: tensors in reference cycles, which models of
-    transformers make, are alive for as long as they may be.
+    step is the same. ``ActivationCheckpointing(policy="auto")`` chooses after two steps, so a third one is made.
+    Python's garbage collector does not run in the last one: tensors in reference cycles, which models of transformers
+    make, are alive for as long as they may be.
 """
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from lightning_zero.config import ActivationCheckpointing
@@ -23,11 +26,13 @@ from lightning_zero.engine.access.statistics import EngineStats
 from lightning_zero.engine.buffers.home import HostHome
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.forecast.live_bytes import LiveBytes, Moment, replaced
-from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from lightning_zero.parallel.activation.checkpointing import _Parked, checkpoint_activations, forecast_of
+from lightning_zero.storage.copies import Landing
 from lightning_zero.storage.store import Kind
 
 __all__ = [
     "LOSS_SCALE",
+    "HostActivations",
     "Rehearsed",
     "Trainee",
     "count_states",
@@ -73,6 +78,7 @@ class Rehearsed:
         host: Of these kinds in host memory.
         disk: Of these kinds on disks.
         windows: Most bytes of host memory through which those on disks are read and written.
+        host_activations: Most bytes of host memory that activation checkpointing takes.
         peak: The moment of the most bytes on the device.
         at_peak: Bytes on the device at this moment, by kind.
         sent: Bytes that a rank sends in a step.
@@ -84,6 +90,7 @@ class Rehearsed:
     host: dict[str, int]
     disk: dict[str, int]
     windows: int
+    host_activations: int
     peak: Moment
     at_peak: dict[str, int] = field(default_factory=dict)
     sent: int
@@ -118,20 +125,22 @@ def rehearse(
     engine: ZeroEngine,
     *,
     checkpointing: ActivationCheckpointing | None = None,
+    page_locks: bool = False,
 ) -> Rehearsed:
-    """Train two steps under a counter and return the bytes of the second.
+    """Train two steps under a counter, or three, and return the bytes of the last.
 
     Args:
         counter: A ``LiveBytes``, or one that computes nothing.
         trainee: Makes the model. Called under the counter, so its tensors count.
         engine: Without a module; is closed behind the steps.
         checkpointing: Activations that are recomputed.
+        page_locks: See ``host_apart``.
     """
     was_enabled = gc.isenabled()
     gc.collect()
-    with host_apart(counter), counter:
+    with host_apart(counter, page_locks=page_locks) as host, counter:
         try:
-            return _Steps(counter, trainee(), engine, checkpointing).run()
+            return _Steps(counter, trainee(), engine, checkpointing).run(host)
         finally:
             if was_enabled:
                 gc.enable()
@@ -140,17 +149,55 @@ def rehearse(
                 engine.close()
 
 
+class HostActivations:
+    """Counts the inputs that activation checkpointing has in host memory.
+
+    Args:
+        page_locks: Whether the memory is PyTorch's page-locked one, which takes the next power of two of bytes.
+    """
+
+    def __init__(self, *, page_locks: bool) -> None:
+        self.most = 0  # bytes
+        self._page_locks = page_locks
+        self._now = 0
+
+    def note(self, tensor: Tensor) -> None:
+        """Count a tensor until its end, unless it is a fake one, which a pipeline makes to find out shapes."""
+        if isinstance(tensor, FakeTensor):
+            return
+        nbytes = tensor.nbytes
+        if self._page_locks and nbytes:
+            nbytes = 1 << (nbytes - 1).bit_length()
+        self._add(nbytes)
+        weakref.finalize(tensor.untyped_storage(), self._add, -nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        self._now += nbytes
+        self.most = max(self.most, self._now)
+
+
 @contextmanager
-def host_apart(counter: LiveBytes) -> Iterator[None]:
-    """Do not count copies of gradients in host memory that are in no account."""
-    bring = HostHome.bring_gradient
+def host_apart(counter: LiveBytes, *, page_locks: bool = False) -> Iterator[HostActivations]:
+    """Do not count copies in host memory that are in no account: of gradients, and of activations, which are yielded.
+
+    Args:
+        counter: Of bytes on the device.
+        page_locks: Whether activations go to page-locked memory.
+    """
+    bring, send, activations = HostHome.bring_gradient, _Parked._to_host, HostActivations(page_locks=page_locks)
 
     def bring_apart(home: HostHome, average: Tensor) -> Tensor:
         with counter.apart():
             return bring(home, average)
 
-    with replaced(HostHome, "bring_gradient", bring_apart):
-        yield
+    def send_apart(parked: _Parked, tensor: Tensor) -> tuple[Tensor, Landing]:
+        with counter.apart():
+            host, landing = send(parked, tensor)
+        activations.note(host)
+        return host, landing
+
+    with replaced(HostHome, "bring_gradient", bring_apart), replaced(_Parked, "_to_host", send_apart):
+        yield activations
 
 
 class _Steps:
@@ -165,19 +212,19 @@ class _Steps:
         module = trainee.module
         counter.name_modules(module)
         checkpoint_activations(module, checkpointing, None)
+        self._choice = forecast_of(module)
         engine.shard(module)
         engine.internals.steps.make_in_this_thread(counter.apart)
         self._optimizers = trainee.optimizers()
         engine.attach(*self._optimizers)
 
-    def run(self) -> Rehearsed:
-        """Make two steps."""
+    def run(self, host: HostActivations) -> Rehearsed:
+        """Make the steps, and measure the last."""
         self._step()
-        gc.collect()
-        gc.disable()
-        self._engine.internals.fits.reset_stats()
-        count_states(self._counter, self._engine)
-        self._counter.reset_peak()
+        self._measure()
+        if self._choice is not None:
+            self._step()
+            self._measure()
         rest = self._step()
         stats = self._engine.stats()
         peak = self._counter.peak
@@ -186,12 +233,21 @@ class _Steps:
             host=rest.host,
             disk=rest.disk,
             windows=self._engine.internals.steps.window_bytes(),
+            host_activations=host.most,
             peak=peak,
             at_peak=kinds_at(peak, self._trainee.module),
             sent=sum(stats.traffic.values()),
             sent_across=sum(stats.across_nodes.values()),
             units=stats.num_units,
         )
+
+    def _measure(self) -> None:
+        """Measure from here."""
+        gc.collect()
+        gc.disable()
+        self._engine.internals.fits.reset_stats()
+        count_states(self._counter, self._engine)
+        self._counter.reset_peak()
 
     def _step(self) -> EngineStats:
         """Train on one batch in Lightning's order; return the statistics at the end of the backward."""
@@ -208,6 +264,8 @@ class _Steps:
                 if self._trainee.clips:
                     self._engine.clip_grad_norm(optimizer, 1.0)
                 optimizer.step()
+                if self._choice is not None and self._choice.policy is None:
+                    self._choice.settle(int)
         return stats
 
     def _forward_backward(self, *, is_first: bool) -> None:

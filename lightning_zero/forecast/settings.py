@@ -93,8 +93,8 @@ class SettingForecast:
         is_own: Whether it is that of the strategy as it was given.
         device: Bytes that stay on the device through a step, by kind: ``parameters``, ``gradients``, ``optimizer``
             (masters and states), ``buffers`` (of modules).
-        host: Of these kinds in host memory; also ``windows``, through which those on disks are read and written: that
-            many at most.
+        host: Of these kinds in host memory; also ``windows``, through which those on disks are read and written, and
+            ``activations``, which checkpointing offloads: that many at most.
         disk: Of these kinds on disks.
         peak_bytes: Most bytes on the device at once.
         at_peak: Bytes at that moment, by kind; also ``gathered`` (whole parameters), ``activations``, and ``workspace``

@@ -54,7 +54,7 @@ class Simulation:
             and ``""`` between.
         flops: Operations of matrix products, convolutions and attention, recomputation included.
         device: Bytes on the device at the end of the backward, by kind, without activations.
-        host: Of these kinds in host memory.
+        host: Of these kinds in host memory; also the most of ``activations``.
     """
 
     rank: int

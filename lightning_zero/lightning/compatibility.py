@@ -24,7 +24,7 @@ from lightning_zero.lightning.step_in_backward import refuse_with_early_steps
 from lightning_zero.parallel.pipeline.stages.specs import LayerSpec
 from lightning_zero.parallel.tensor.plan import TensorParallel
 
-__all__ = ["refuse_options"]
+__all__ = ["refuse_options", "refuse_without_budget"]
 
 
 class _Options(Protocol):
@@ -69,7 +69,7 @@ def refuse_options(strategy: _Options, trainer: pl.Trainer) -> None:
             " directory from all ranks. Use `ZeroStrategy(state_dict_type='full')`, or leave the plugin out."
         )
     _refuse_what_needs_whole_models(strategy, trainer)
-    _refuse_activations(strategy)
+    refuse_without_budget(strategy.activation_checkpointing, strategy.root_device)
     _refuse_async(strategy, trainer)
     _refuse_pipeline(strategy, trainer)
     if trainer.state.fn == TrainerFn.FITTING:
@@ -144,13 +144,17 @@ def _refuse_batch_norms_of_all_ranks(strategy: _Options, module: pl.LightningMod
         )
 
 
-def _refuse_activations(strategy: _Options) -> None:
-    options = strategy.activation_checkpointing
+def refuse_without_budget(options: ActivationCheckpointing | None, device: torch.device) -> None:
+    """Refuse a choice of the checkpointing policy by the free memory of a device that does not say it.
+
+    Raises:
+        ValueError: That is so.
+    """
     if options is None or options.policy != "auto" or options.budget_bytes is not None:
         return
-    if strategy.root_device.type != "cuda":
+    if device.type != "cuda":
         raise ValueError(
-            f"`policy='auto'` of `activation_checkpointing` needs `budget_bytes` on `{strategy.root_device}`: free"
+            f"`policy='auto'` of `activation_checkpointing` needs `budget_bytes` on `{device}`: free"
             " memory there is shared by all ranks. Say how many bytes the checkpointed modules may keep."
         )
 

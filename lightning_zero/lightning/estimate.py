@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from lightning_zero.engine.optim.methods import needs_closure
 from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.rehearsal import Rehearsed, Trainee, pretended_world, rehearse
 from lightning_zero.forecast.settings import PERSISTENT, MemoryForecast, Setting, SettingForecast, plain
+from lightning_zero.lightning.compatibility import refuse_without_budget
 from lightning_zero.lightning.first_batch import step_arguments
 from lightning_zero.lightning.fitted_forecast import rehearse_fit
 from lightning_zero.lightning.forecast_options import (
@@ -44,7 +45,7 @@ from lightning_zero.lightning.precision import (
     ZeroStep,
     engine_precision,
 )
-from lightning_zero.lightning.simulated_stages import GPU_BYTES
+from lightning_zero.lightning.simulated_gpu import GPU_BYTES, simulated_gpu
 from lightning_zero.lightning.stage_forecast import forecast_stages
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.lightning.trials import planned_once
@@ -58,10 +59,6 @@ __all__ = ["estimate_memory"]
 _VARIED = ("stage", "offload", "activation_checkpointing")  # options in which settings differ
 _OF_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 _SHARED = tuple(name for name in signature(ZeroStrategy).parameters if name not in _VARIED + _OF_TRAINER)
-_ASSUMED_MEMORY = (
-    f'`Pipeline(reduce="auto")` of stage 3 decides by the memory of a GPU, taken as {GPU_BYTES // 2**30} GiB. Name it'
-    " with `memory`."
-)
 
 
 def estimate_memory(
@@ -103,7 +100,8 @@ def estimate_memory(
         clips: Whether gradients are clipped by their norm.
         side_by_side: Forecast stages 0 to 3, with and without offloading and checkpointing, too; stage 0 is left out
             where ``step="backward"`` excludes it.
-        memory: Bytes of a GPU, by which ``Pipeline(reduce="auto")`` decides; by default 80 GiB.
+        memory: Bytes of a GPU, by which ``Pipeline(reduce="auto")`` and ``ActivationCheckpointing(policy="auto")``
+            decide; by default 80 GiB.
 
     Raises:
         ValueError: An option, or the module, is one whose memory is not forecast; the error names it.
@@ -111,6 +109,8 @@ def estimate_memory(
     """
     strategy = strategy or ZeroStrategy()
     refuse_unforecast(strategy, world_size=world_size, accelerator=accelerator)
+    if accelerator == "cpu":
+        refuse_without_budget(strategy.activation_checkpointing, torch.device("cpu"))
     name = precision_of(precision, strategy, accelerator)
     plugin = new_precision(name)
     imported = strategy.imported
@@ -151,13 +151,14 @@ def estimate_memory(
             gradient_clip_val=1.0 if model.clips else None,
             device_bytes=memory,
         )
-        has_stage_3 = any(one.setting.sharding.stage == 3 for one in rows)
-        if memory is None and accelerator != "cpu" and strategy.pipeline.reduce == "auto" and has_stage_3:
-            model.notes.append(_ASSUMED_MEMORY)
+        if memory is None and accelerator != "cpu":
+            model.notes.extend(_assumptions(strategy, rows))
         return MemoryForecast(
             world_size=world_size, precision=name, settings=rows, base=_base(strategy), notes=model.notes
         )
-    rehearsed: Any = partial(_rehearsed, engines=engines, world_size=world_size, known={})
+    rehearsed: Any = partial(
+        _rehearsed, engines=engines, world_size=world_size, known={}, accelerator=accelerator, memory=memory
+    )
     if _has_axes(strategy):
         rehearsed = partial(
             rehearse_fit,
@@ -166,6 +167,7 @@ def estimate_memory(
             precision=name,
             accelerator=accelerator,
             ranks_per_node=ranks_per_node,
+            memory=memory,
         )
     with _quiet(), planned_once():
         rows = [
@@ -179,6 +181,8 @@ def estimate_memory(
             )
             for setting in settings
         ]
+    if memory is None and accelerator != "cpu":
+        model.notes.extend(_assumptions(strategy, rows))
     return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy), notes=model.notes)
 
 
@@ -201,7 +205,8 @@ def _forecast(
         setting=setting,
         is_own=is_own,
         device={kind: found.device[kind] for kind in PERSISTENT} | {"buffers": found.at_peak["buffers"]},
-        host={kind: found.host[kind] for kind in PERSISTENT} | {"windows": found.windows},
+        host={kind: found.host[kind] for kind in PERSISTENT}
+        | {"windows": found.windows, "activations": found.host_activations},
         disk={kind: found.disk[kind] for kind in PERSISTENT},
         peak_bytes=found.peak.nbytes,
         at_peak=found.at_peak,
@@ -213,12 +218,42 @@ def _forecast(
 
 
 def _rehearsed(
-    setting: Setting, model: _Model, *, engines: _Engines, world_size: int, known: dict[Hashable, Any]
+    setting: Setting,
+    model: _Model,
+    *,
+    engines: _Engines,
+    world_size: int,
+    known: dict[Hashable, Any],
+    accelerator: str,
+    memory: int | None,
 ) -> Rehearsed:
-    """Return the bytes of two steps of the engine."""
-    with pretended_world(world_size), seeded():
-        checkpointing = setting.activation_checkpointing
-        return rehearse(DryRun(known), model.make, engines.make(setting), checkpointing=checkpointing)
+    """Return the bytes of steps of the engine."""
+    counter = DryRun(known)
+    with pretended_world(world_size), seeded(), simulated_gpu(counter, accelerator, memory):
+        return rehearse(
+            counter,
+            model.make,
+            engines.make(setting),
+            checkpointing=setting.activation_checkpointing,
+            page_locks=accelerator != "cpu",
+        )
+
+
+def _assumptions(strategy: ZeroStrategy, rows: Sequence[SettingForecast]) -> Iterator[str]:
+    """Yield a sentence if an option decides by the memory of a GPU."""
+    pipeline, checkpointing = strategy.pipeline, strategy.activation_checkpointing
+    has_stage_3 = any(one.setting.sharding.stage == 3 for one in rows)
+    deciding = {
+        '`Pipeline(reduce="auto")` of stage 3': pipeline is not None and pipeline.reduce == "auto" and has_stage_3,
+        '`ActivationCheckpointing(policy="auto")`': checkpointing is not None
+        and checkpointing.policy == "auto"
+        and checkpointing.budget_bytes is None,
+    }
+    for option, decides in deciding.items():
+        if decides:
+            yield (
+                f"{option} decides by the memory of a GPU, taken as {GPU_BYTES // 2**30} GiB. Name it with `memory`."
+            )
 
 
 def _has_axes(strategy: ZeroStrategy) -> bool:

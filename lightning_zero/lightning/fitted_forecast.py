@@ -20,7 +20,7 @@ from lightning_zero.forecast.rehearsal import Rehearsed
 from lightning_zero.forecast.settings import Setting
 from lightning_zero.forecast.simulation import Simulation
 from lightning_zero.lightning.forecast_options import Optimizers, new_module
-from lightning_zero.lightning.simulate import simulate_step
+from lightning_zero.lightning.simulate import simulate_copy
 from lightning_zero.lightning.strategy import ZeroStrategy
 
 __all__ = ["rehearse_fit", "require_node", "sent_bytes", "with_setting"]
@@ -52,6 +52,7 @@ def rehearse_fit(
     precision: str,
     accelerator: str,
     ranks_per_node: int | None,
+    memory: int | None,
 ) -> Rehearsed:
     """Return the bytes of rank 0 in a fit with one setting. Other arguments are those of ``estimate_memory``.
 
@@ -60,7 +61,7 @@ def rehearse_fit(
             or its fit fails.
     """
     require_node(setting, ranks_per_node)
-    found = simulate_step(
+    found = simulate_copy(
         partial(_made, program.module, program.loss),
         with_setting(strategy, setting),
         world_size=world_size,
@@ -71,13 +72,15 @@ def rehearse_fit(
         ranks_per_node=ranks_per_node,
         accumulate_grad_batches=program.microbatches,
         gradient_clip_val=1.0 if program.clips else None,
-    )
+        device_bytes=memory,
+    )[0]
     sent, across = sent_bytes(found, ranks_per_node)
     return Rehearsed(
         device=dict(found.device),
         host=dict(found.host),
         disk=dict.fromkeys(found.host, 0),
         windows=0,
+        host_activations=found.host["activations"],
         peak=Moment(found.peak_bytes, found.phase, found.module, "", ()),
         at_peak=dict(found.at_peak),
         sent=sent,

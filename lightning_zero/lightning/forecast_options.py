@@ -106,8 +106,7 @@ def refuse_unforecast(
     Raises:
         ValueError: There is one.
     """
-    offload, checkpointing = strategy.offload, strategy.activation_checkpointing
-    policy = "full" if checkpointing is None else checkpointing.policy
+    offload = strategy.offload
     is_cut = not (strategy.tensor_parallel is None and strategy.expert_parallel is None)
     refused = {
         "`Pipeline(partition='measured')`": strategy.pipeline is not None and strategy.pipeline.partition == "measured",
@@ -117,7 +116,6 @@ def refuse_unforecast(
         and (is_cut or strategy.pipeline is not None),
         "`Offload(fraction='auto')`": offload is not None and offload.fraction == "auto",
         "`Offload(step_device='cuda')`": offload is not None and offload.step_device == "cuda",
-        f"`ActivationCheckpointing(policy={policy!r})`": policy not in ("full", "selective"),
     }
     for option, is_used in refused.items():
         if is_used:

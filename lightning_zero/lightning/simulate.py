@@ -32,7 +32,7 @@ from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim.methods import needs_closure
 from lightning_zero.forecast.clock import Clock, MachineRates
 from lightning_zero.forecast.dry_run import DryRun
-from lightning_zero.forecast.live_bytes import Moment
+from lightning_zero.forecast.live_bytes import Moment, replaced
 from lightning_zero.forecast.rehearsal import LOSS_SCALE, count_states, host_apart, kinds_at, pretended_world
 from lightning_zero.forecast.simulation import Sample, Simulation
 from lightning_zero.forecast.stage_processes import run_stages
@@ -48,9 +48,11 @@ from lightning_zero.lightning.forecast_options import (
     without_meta,
 )
 from lightning_zero.lightning.precision import ZeroStep
+from lightning_zero.lightning.simulated_gpu import simulated_gpu
 from lightning_zero.lightning.simulated_stages import ranks_of_copy, staged
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.lightning.trials import trials_with_values
+from lightning_zero.storage.copies import Copies, Landing
 from lightning_zero.trees import tree_map_only
 
 __all__ = ["simulate_copy", "simulate_step"]
@@ -185,13 +187,14 @@ def _simulated(
     strategy.communication = replace(strategy.communication, backend="gloo" if accelerator == "cpu" else "nccl")
     counter = _Counter(rates or MachineRates(), node)
     told = _LastStep(counter, accumulate_grad_batches)
-    pipelined = nullcontext() if store is None else staged(store, counter, accelerator, device_bytes)
+    pipelined = nullcontext() if store is None else staged(store, counter, accelerator)
     with (
         pretended_world(world_size, rank),
         _quiet(),
         pipelined,
+        simulated_gpu(counter, accelerator, device_bytes),
         trials_with_values(counter),
-        host_apart(counter),
+        host_apart(counter, page_locks=accelerator != "cpu") as host,
         counter,
     ):
         model = _made(module, optimizer)
@@ -240,7 +243,7 @@ def _simulated(
         peak_bytes=peak.nbytes,
         at_peak=told.kinds,
         device=told.device,
-        host=told.host,
+        host={**told.host, "activations": host.most},
         phase=peak.phase,
         module=peak.module,
         seconds=clock.now_s,
@@ -351,6 +354,19 @@ class _Counter(DryRun):  # type: ignore[no-untyped-call]
     def _transfer(self, nbytes: int) -> Callable[[], None]:
         return self.clock.transfer(nbytes) if self.is_on else super()._transfer(nbytes)
 
+    def __enter__(self) -> _Counter:
+        """Begin to run dry; offloaded activations come back at the rate of the host."""
+        super().__enter__()
+        bring = Copies.bring
+
+        def timed(copies: Copies, host: Tensor, *behind: Landing) -> tuple[Tensor, Landing]:
+            if self.is_on:
+                self.clock.move(host.nbytes, on_host=True)
+            return bring(copies, host, *behind)
+
+        self._context.enter_context(replaced(Copies, "bring", timed))
+        return self
+
     def enter_phase(self, name: str) -> None:
         """Name the calls that follow."""
         self._phase = name
@@ -401,7 +417,10 @@ class _LastStep(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == (_NUM_STEPS - 1) * self._num_batches:
+        step, batch = divmod(batch_idx, self._num_batches)
+        if step and not batch:
+            self._measure(_engine(trainer))
+        if step == _NUM_STEPS - 1 and not batch:
             self._steps_before = trainer.global_step
             self._begin(_engine(trainer))
         self._counter.enter_phase("forward")
@@ -428,14 +447,16 @@ class _LastStep(Callback):
                 self.peak = self._counter.peak
                 self.kinds = kinds_at(self.peak, pl_module)
 
-    def _begin(self, engine: ZeroEngine) -> None:
+    def _measure(self, engine: ZeroEngine) -> None:
         gc.collect()
         gc.disable()
         engine.internals.fits.reset_stats()
         count_states(self._counter, engine)
+        self._counter.reset_peak()
+
+    def _begin(self, engine: ZeroEngine) -> None:
         self._counter.clock.restart()
         engine.internals.communicator.traffic.ledger = self._counter.clock
-        self._counter.reset_peak()
         self._counter.is_on = True
 
     def end(self) -> None:

@@ -13,12 +13,9 @@ from lightning_zero.config import Pipeline
 from lightning_zero.forecast.clock import Clock
 from lightning_zero.forecast.live_bytes import replaced
 from lightning_zero.forecast.stage_groups import PostBox, between_stages
-from lightning_zero.lightning import pipelined_steps
 from lightning_zero.parallel.pipeline.pipeline import PipelineRunner
 
-__all__ = ["GPU_BYTES", "ranks_of_copy", "staged"]
-
-GPU_BYTES = 80 * 2**30  # memory of a simulated GPU, unless it is named
+__all__ = ["ranks_of_copy", "staged"]
 
 
 class Counter(Protocol):
@@ -52,14 +49,13 @@ def ranks_of_copy(pipeline: Pipeline, world_size: int, rank: int) -> list[int]:
 
 
 @contextmanager
-def staged(store: Any, counter: Counter, accelerator: str, device_bytes: int | None = None) -> Iterator[None]:
+def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
     """Simulate a stage beside the others.
 
     Args:
         store: Of the processes of all stages.
         counter: Of this one.
         accelerator: As in ``simulate_step``: over NCCL a device waits for messages by itself.
-        device_bytes: Memory of a GPU, by which ``Pipeline(reduce="auto")`` decides; None: ``GPU_BYTES``.
     """
     forward, backward, p2p = PipelineRunner._forward, PipelineRunner._backward, P2P.__init__
 
@@ -86,5 +82,4 @@ def staged(store: Any, counter: Counter, accelerator: str, device_bytes: int | N
         stack.enter_context(replaced(PipelineRunner, "_backward", in_backward))
         if accelerator != "cpu":
             stack.enter_context(replaced(P2P, "__init__", of_device))
-            stack.enter_context(replaced(pipelined_steps, "device_bytes", lambda *_: device_bytes or GPU_BYTES))
         yield

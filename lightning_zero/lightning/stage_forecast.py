@@ -79,7 +79,7 @@ def _forecast(setting: Setting, fit: Fit, num_batches: int, *, is_own: bool, nod
         setting=setting,
         is_own=is_own,
         device={kind: one.device[kind] for kind in PERSISTENT} | {"buffers": one.at_peak["buffers"]},
-        host={kind: one.host[kind] for kind in PERSISTENT} | {"windows": 0},
+        host={kind: one.host[kind] for kind in PERSISTENT} | {"windows": 0, "activations": one.host["activations"]},
         disk=dict.fromkeys(PERSISTENT, 0),
         peak_bytes=one.peak_bytes,
         at_peak=dict(one.at_peak),

@@ -26,7 +26,7 @@ from lightning_zero.forecast.live_bytes import LiveBytes, replaced
 from lightning_zero.forecast.rehearsal import host_apart
 from lightning_zero.forecast.settings import SettingForecast
 from lightning_zero.lightning.estimate import estimate_memory
-from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations, forecast_of
 from lightning_zero.storage.disk import DiskStore
 from tests import worlds
 from tests.contracts.test_memory_formula import _live_bytes
@@ -139,16 +139,19 @@ class Case:
     stage: int
     world: int
     offload: str | None = None
-    checkpointing: str | None = None
+    checkpointing: str | int | None = None  # a number: the budget of "auto"
     precision: str = "32-true"
     optimizer: str = "adamw"
 
     def __str__(self) -> str:
-        words = (self.model, f"stage{self.stage}", f"w{self.world}", self.offload, self.checkpointing, self.precision)
+        checkpointing = f"auto{self.checkpointing}" if isinstance(self.checkpointing, int) else self.checkpointing
+        words = (self.model, f"stage{self.stage}", f"w{self.world}", self.offload, checkpointing, self.precision)
         return "-".join(word for word in (*words, self.optimizer) if word not in (None, "32-true", "adamw"))
 
     @property
     def policy(self) -> ActivationCheckpointing | None:
+        if isinstance(self.checkpointing, int):
+            return ActivationCheckpointing(policy="auto", budget_bytes=self.checkpointing)
         return None if self.checkpointing is None else ActivationCheckpointing(policy=self.checkpointing)  # type: ignore[arg-type]
 
     def offload_to(self, path: Path) -> Offload | None:
@@ -167,18 +170,19 @@ def _away(engine: ZeroEngine) -> Callable[[], tuple[int, ...]]:
 
 
 def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
-    """Train two steps as a loop does; return the bytes at the end of the second backward and at its highest."""
+    """Train some steps as a loop does; return the bytes at the end of the last backward and at its highest."""
     make, batch = MODELS[case.model]
     gc.collect()
     before = _live_bytes()
     counter = LiveBytes()
-    with _most_awake() as awake, host_apart(counter), counter:
+    with _most_awake() as awake, host_apart(counter) as activations, counter:
         module = make()
         inputs = batch().clone()
         if case.precision in TRUE:
             module.to(TRUE[case.precision])
             inputs = inputs.to(TRUE[case.precision]) if inputs.is_floating_point() else inputs
         checkpoint_activations(module, case.policy, None)
+        choice = forecast_of(module)
         engine = ZeroEngine(
             case.stage,
             offload=case.offload_to(path),
@@ -186,7 +190,7 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
         )
         engine.shard(module)
         optimizer = engine.attach(OPTIMIZERS[case.optimizer](module.parameters()))
-        for step in range(2):
+        for step in range(2 if choice is None else 3):
             if step:
                 gc.collect()
                 gc.disable()  # tensors in cycles are alive for as long as they may be
@@ -206,6 +210,8 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
             if scale != 1.0:
                 assert not engine.internals.steps.unscale(optimizer, scale).has_overflowed
             optimizer.step()
+            if choice is not None:
+                choice.settle(int)
         gc.enable()
         peak = counter.peak.nbytes
         counter.parts = tuple
@@ -217,6 +223,7 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
         "peak": peak,
         "persistent": kept,
         "host": away,
+        "activations": activations.most,
         "disk": sum(stats.disk.values()),
         "awake": awake[0],
         "alive": alive - inputs.nbytes,
@@ -261,13 +268,14 @@ def _forecast(case: Case, path: Path, **options: Any) -> SettingForecast:
 def _compare(case: Case, path: Path) -> None:
     forecast = _forecast(case, path / "forecast")
     host = dict(forecast.host)
-    windows = host.pop("windows")
+    windows, activations = host.pop("windows"), host.pop("activations")
     assert not (path / "forecast").exists()
     for run in worlds.run(_run, case.world, case, path):
         assert abs(forecast.peak_bytes - run["peak"]) <= PEAK * run["peak"], (forecast, run)
         places = {"persistent": forecast.device, "host": host, "disk": forecast.disk}
         for found, mine in ((name, sum(held.values())) for name, held in places.items()):
             assert abs(mine - run[found]) <= PERSISTENT * run[found] + SCALARS, (found, forecast, run)
+        assert activations == run["activations"]
         if run["disk"]:
             assert 0 < run["awake"] <= windows, (forecast, run)
             continue  # Python sees the addresses of what is on disks
@@ -296,6 +304,8 @@ def _matrix() -> Iterator[Case]:
     for model, offload, world in itertools.product(("gpt", "conv"), on_disks, (1, 2)):
         yield Case(model, 3, world, offload, "full", "bf16-mixed")
     yield Case("gpt", 3, 2, None, "selective")
+    for model, offload, policy in itertools.product(MODELS, (None, "cpu"), ("offload", 0, 2**18, 2**21, 2**30)):
+        yield Case(model, 2, 2, offload, policy)
     yield Case("llama", 3, 4)
 
 
@@ -305,6 +315,8 @@ QUICK = [
     Case("llama", 3, 2, None, "full", "bf16-mixed"),
     Case("conv", 2, 2, "cpu"),
     Case("conv", 3, 2, "cpu", None, "64-true"),
+    Case("gpt", 3, 2, None, "offload"),
+    Case("llama", 1, 2, None, 2**22),
     Case("conv", 0, 1),
     Case("gpt", 2, 2, "disk"),
     Case("conv", 3, 2, "all-disk", "full", "bf16-mixed"),
@@ -336,15 +348,18 @@ class Program(pl.LightningModule):
         return DataLoader(torch.zeros(16, 48, dtype=torch.long), batch_size=4)  # type: ignore[arg-type]
 
 
-class FromTheSecondStep(pl.Callback):
-    """Measures the peak from the second step on."""
+class FromStep(pl.Callback):
+    """Measures the peak from a step on, by default the second."""
 
-    def __init__(self, counter: LiveBytes) -> None:
+    def __init__(self, counter: LiveBytes, step: int = 1) -> None:
         self.counter = counter
+        self.step = step
         self.has_begun = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 1 and not self.has_begun:  # its further batches find what the first one leaves
+        if (
+            trainer.global_step == self.step and not self.has_begun
+        ):  # its further batches find what the first one leaves
             self.has_begun = True
             engine = trainer.strategy.engine  # type: ignore[attr-defined]
             self.counter.parts, self.counter.num_away = _away(engine), 1
@@ -357,7 +372,7 @@ def _fit(rank: int, world: int, options: dict[str, Any], more: dict[str, Any]) -
     """Return the highest bytes of a fit of three steps."""
     counter = LiveBytes()
     with host_apart(counter), counter:
-        fit = trainer(rank, world, ZeroStrategy(**options), max_steps=3, callbacks=[FromTheSecondStep(counter)], **more)
+        fit = trainer(rank, world, ZeroStrategy(**options), max_steps=3, callbacks=[FromStep(counter)], **more)
         fit.fit(Program())
         gc.enable()
         counter.parts = tuple

@@ -16,7 +16,7 @@ from lightning_zero.engine.access.statistics import EngineStats
 from lightning_zero.forecast.live_bytes import LiveBytes
 from lightning_zero.forecast.rehearsal import host_apart
 from tests import worlds
-from tests.contracts.test_forecast import PEAK, PERSISTENT, SCALARS, FromTheSecondStep
+from tests.contracts.test_forecast import PEAK, PERSISTENT, SCALARS, FromStep
 from tests.contracts.test_simulated_axes import AXES_MODELS, Fitted
 from tests.lightning_programs import trainer
 
@@ -33,10 +33,10 @@ class Case:
     tensor: Any = None
     experts: int | None = None
     offload: str | None = None
-    checkpointing: bool = False
+    checkpointing: str | None = None
 
     def __str__(self) -> str:
-        axes = (f"tensor{self.tensor}", f"experts{self.experts}", self.offload, self.checkpointing and "full")
+        axes = (f"tensor{self.tensor}", f"experts{self.experts}", self.offload, self.checkpointing)
         named = [str(one) for one in axes if one and not str(one).endswith("None")]
         return "-".join([self.model, f"stage{self.stage}", f"w{self.world}", *named])
 
@@ -47,7 +47,7 @@ class Case:
             tensor_parallel=self.tensor,
             expert_parallel=self.experts,
             offload=self.offload,
-            activation_checkpointing=self.checkpointing or None,
+            activation_checkpointing=None if self.checkpointing is None else {"policy": self.checkpointing},
         )
 
 
@@ -63,8 +63,8 @@ class Kept(pl.Callback):
 def _fit(rank: int, world: int, case: Case) -> dict[str, int]:
     counter, kept = LiveBytes(), Kept()
     batch = AXES_MODELS[case.model][1]()
-    callbacks = [FromTheSecondStep(counter), kept]
-    with host_apart(counter), counter:
+    callbacks = [FromStep(counter), kept]
+    with host_apart(counter) as activations, counter:
         fit = trainer(rank, world, case.strategy, max_steps=3, callbacks=callbacks)
         module = Fitted(case.model)
         fit.fit(module, DataLoader([batch] * 3, batch_size=None))
@@ -72,7 +72,11 @@ def _fit(rank: int, world: int, case: Case) -> dict[str, int]:
         counter.parts = tuple
     buffers = sum(one.nbytes for one in module.buffers())
     persistent = sum(kept.stats.memory[kind] for kind in KINDS) + buffers
-    return {"peak": counter.peak.nbytes, "persistent": persistent, "host": sum(kept.stats.host.values())}
+    return {
+        "peak": counter.peak.nbytes,
+        "persistent": persistent,
+        "host": sum(kept.stats.host.values()) + activations.most,
+    }
 
 
 def _compare(case: Case) -> None:
@@ -98,10 +102,13 @@ def _matrix() -> Iterator[Case]:
             yield Case(model, stage, 2)
             yield Case(model, stage, 2, experts=2)
     yield Case("gpt", 3, 4, tensor=2)
-    yield Case("llama", 2, 2, tensor=2, offload="cpu", checkpointing=True)
+    yield Case("llama", 2, 2, tensor=2, offload="cpu", checkpointing="full")
     yield Case("llama", 3, 2, tensor={"size": 2, "sequence": True})
-    yield Case("moe", 3, 4, experts=2, checkpointing=True)
+    yield Case("moe", 3, 4, experts=2, checkpointing="full")
     yield Case("mixtral", 2, 2, experts=2, offload="cpu")
+    yield Case("gpt", 1, 2, tensor=2, checkpointing="offload")
+    yield Case("llama", 1, 2, tensor=2, checkpointing="partition")
+    yield Case("mixtral", 2, 2, experts=2, checkpointing="offload")
 
 
 QUICK = [Case("gpt", 3, 2, tensor=2), Case("mixtral", 2, 2, experts=2)]

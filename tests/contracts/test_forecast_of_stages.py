@@ -16,12 +16,13 @@ from lightning_zero.forecast.live_bytes import LiveBytes
 from lightning_zero.forecast.rehearsal import host_apart
 from lightning_zero.forecast.report import table
 from tests import worlds
-from tests.contracts.test_forecast import PEAK, PERSISTENT, SCALARS, FromTheSecondStep
+from tests.contracts.test_forecast import PEAK, PERSISTENT, SCALARS, FromStep
 from tests.contracts.test_simulated_steps import Fitted
 from tests.lightning.test_estimate import WIDTH, Program
 from tests.lightning_programs import trainer
 
 STAGES = 2
+OFFLOADED = {"policy": "offload"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Case:
     model: str
     stage: int
     copies: int = 1
-    checkpointing: bool = False
+    checkpointing: Any = False
     schedule: str = "1f1b"
     offload: str | None = None
     precision: str = "32-true"
@@ -40,6 +41,11 @@ class Case:
 
     def __str__(self) -> str:
         return "-".join(str(one) for one in vars(self).values() if one not in (None, False))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps until all are alike: "auto" chooses after two."""
+        return 2 if self.checkpointing in (False, True, OFFLOADED) else 3
 
     def make_strategy(self) -> ZeroStrategy:
         return ZeroStrategy(
@@ -67,23 +73,23 @@ class Kept(pl.Callback):
 
 
 def _fit(rank: int, world: int, case: Case) -> tuple[int, int, int]:
-    """Return the highest bytes of the second step, and those that stay on the device and the host."""
+    """Return the highest bytes of the last step, and those that stay on the device and the host."""
     counter, kept = LiveBytes(), Kept()
-    with host_apart(counter), counter:
+    with host_apart(counter) as activations, counter:
         fit = trainer(
             rank,
             world,
             case.make_strategy(),
-            max_steps=2,
-            callbacks=[FromTheSecondStep(counter), kept],
+            max_steps=case.num_steps,
+            callbacks=[FromStep(counter, case.num_steps - 1), kept],
             precision=case.precision,
             gradient_clip_val=1.0 if case.clips else None,
             accumulate_grad_batches=case.accumulates,
         )
-        fit.fit(Fitted(case.model), DataLoader([_batch()] * 2 * case.accumulates, batch_size=None))
+        fit.fit(Fitted(case.model), DataLoader([_batch()] * case.num_steps * case.accumulates, batch_size=None))
         gc.enable()
         counter.parts = tuple
-    return counter.peak.nbytes, kept.nbytes, kept.host
+    return counter.peak.nbytes, kept.nbytes, kept.host + activations.most
 
 
 def _compare(case: Case) -> None:
@@ -124,6 +130,10 @@ CASES = [
     Case("llama", 3, 2, True, "1f1b", None, "bf16-mixed", True),
     Case("gpt", 2, 2, False, "gpipe", "cpu", clips=True),
     Case("gpt", 1, 1, accumulates=2),
+    Case("gpt", 1, 1, OFFLOADED),
+    Case("llama", 3, 2, OFFLOADED),
+    Case("gpt", 2, 1, {"policy": "auto", "budget_bytes": 2**20}),
+    Case("llama", 1, 1, {"policy": "auto", "budget_bytes": 2**30}),
 ]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero import Communication, Sharding, ZeroEngine
+from lightning_zero import ActivationCheckpointing, Communication, Sharding, ZeroEngine
 from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.forecast.rehearsal import Rehearsed, Trainee, pretended_world, rehearse
 from tests import worlds
@@ -16,12 +17,12 @@ WIDTH, DEPTH = 64, 4
 NUMEL = WIDTH * WIDTH * DEPTH
 
 
-def _trainee(**options: Any) -> Trainee:
+def _trainee(*, batch: int = 2, **options: Any) -> Trainee:
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
     return Trainee(
         module=module,
         optimizers=lambda: [torch.optim.AdamW(module.parameters())],
-        loss=lambda: module(torch.ones(2, WIDTH)).square().mean(),
+        loss=lambda: module(torch.ones(batch, WIDTH)).square().mean(),
         **options,
     )
 
@@ -51,6 +52,24 @@ def test_bytes_that_are_sent_follow_the_formulas() -> None:
     assert 0 <= _rehearsed(3, 8).sent - 3 * once < control
     of_nodes = _rehearsed(Sharding(params=4, grads=4), 8)
     assert of_nodes.sent_across == 2 * 4 * NUMEL // 8
+
+
+def test_offloaded_activations_are_counted_in_host_memory_where_they_lie() -> None:
+    """Each layer has an input of 3 x 64 numbers in fp32; page-locked memory takes a power of two."""
+    policies = (None, ActivationCheckpointing(modules=["Linear"]), _offloading())
+    peaks = [_checkpointed(one) for one in policies]
+    assert [one.host_activations for one in peaks] == [0, 0, DEPTH * 3 * WIDTH * 4]
+    assert _checkpointed(_offloading(), page_locks=True).host_activations == DEPTH * 4 * WIDTH * 4
+
+
+def _offloading() -> ActivationCheckpointing:
+    return ActivationCheckpointing(modules=["Linear"], policy="offload")
+
+
+def _checkpointed(policy: ActivationCheckpointing | None, *, page_locks: bool = False) -> Rehearsed:
+    with pretended_world(1):
+        make = partial(_trainee, batch=3)
+        return rehearse(DryRun(), make, ZeroEngine(2), checkpointing=policy, page_locks=page_locks)
 
 
 def test_reductions_over_gloo_take_a_copy_from_every_peer() -> None:

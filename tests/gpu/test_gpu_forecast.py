@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_zero import ActivationCheckpointing, MixedPrecision, ZeroEngine, ZeroStrategy
 from lightning_zero.lightning.estimate import estimate_memory
-from lightning_zero.parallel.activation.checkpointing import checkpoint_activations
+from lightning_zero.parallel.activation.checkpointing import checkpoint_activations, forecast_of
 from tests import worlds
 
 WIDTH, DEPTH, VOCABULARY, TOKENS = 512, 6, 16000, (8, 256)
@@ -54,7 +54,7 @@ class _GPT(nn.Module):
 
 
 def _peak(rank: int, world: int, options: dict[str, Any], policy: Any, is_16_bit: bool) -> int:
-    """Return the highest bytes of the second of two steps, less those of libraries."""
+    """Return the highest bytes of the last of some steps, less those of libraries."""
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     ids = torch.zeros(*TOKENS, dtype=torch.long, device="cuda")
@@ -70,10 +70,11 @@ def _peak(rank: int, world: int, options: dict[str, Any], policy: Any, is_16_bit
     before = torch.cuda.memory_allocated()
     module = _GPT().cuda()
     checkpoint_activations(module, policy, None)
+    choice = forecast_of(module)
     engine = ZeroEngine(precision=MixedPrecision(compute_dtype=torch.bfloat16 if is_16_bit else None), **options)
     engine.shard(module)
     optimizer = engine.attach(torch.optim.AdamW(module.parameters()))
-    for _ in range(2):
+    for _ in range(2 if choice is None else 3):
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -84,10 +85,16 @@ def _peak(rank: int, world: int, options: dict[str, Any], policy: Any, is_16_bit
             loss.backward()
         del loss
         optimizer.step()
+        if choice is not None:
+            choice.settle(int)
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated() - before
     engine.close()
     return found
+
+
+def _auto(budget_bytes: int) -> ActivationCheckpointing:
+    return ActivationCheckpointing(policy="auto", budget_bytes=budget_bytes)
 
 
 CASES: dict[str, tuple[dict[str, Any], Any, str]] = {
@@ -96,6 +103,9 @@ CASES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "stage3-bf16": ({"stage": 3}, None, "bf16-mixed"),
     "stage2-bf16-checkpointed": ({"stage": 2}, ActivationCheckpointing(), "bf16-mixed"),
     "stage3-offload-bf16": ({"stage": 3, "offload": "cpu"}, None, "bf16-mixed"),
+    "stage2-activations-on-host": ({"stage": 2}, ActivationCheckpointing(policy="offload"), "bf16-mixed"),
+    "stage2-auto-recomputed": ({"stage": 2}, _auto(64 * 2**20), "bf16-mixed"),
+    "stage2-auto-kept": ({"stage": 2}, _auto(2**34), "32-true"),
     "stage3-offload-checkpointed": ({"stage": 3, "offload": "cpu"}, ActivationCheckpointing(), "32-true"),
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from lightning_zero import ActivationCheckpointing, LayerSpec, Offload, Pipeline, Sharding, ZeroStrategy
+from lightning_zero import LayerSpec, Offload, Pipeline, Sharding, ZeroStrategy
 from lightning_zero.forecast.report import table
 from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast
 from lightning_zero.lightning.estimate import _OF_TRAINER, _SHARED, _VARIED, _base, estimate_memory
@@ -313,10 +313,6 @@ def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
             "`pipeline` with `tensor_parallel` or `expert_parallel` is not forecast yet",
         ),
         (ZeroStrategy(offload=Offload(fraction="auto")), r"`Offload\(fraction='auto'\)` is not forecast"),
-        (
-            ZeroStrategy(activation_checkpointing=ActivationCheckpointing(policy="offload")),
-            r"`ActivationCheckpointing\(policy='offload'\)` is not forecast",
-        ),
         (ZeroStrategy(stage=Sharding(params="node", grads="node")), "say how many ranks a node has"),
     ],
 )

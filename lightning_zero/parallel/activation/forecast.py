@@ -31,7 +31,7 @@ from lightning_zero.blocks import inner_module
 from lightning_zero.storage.copies import memory_of
 from lightning_zero.trees import tree_leaves
 
-__all__ = ["Forecast", "KeptBytes", "Settled"]
+__all__ = ["Forecast", "KeptBytes", "Settled", "free_at_peak"]
 
 Settled = Literal["none", "selective", "full", "offload"]
 _ORDER: tuple[Settled, ...] = get_args(Settled)  # from the cheapest in time to the cheapest in memory
@@ -119,11 +119,15 @@ class Forecast:
         return tuple(self._most_waiting * max(of_policy) for of_policy in zip(*kept, strict=True))
 
     def _free_bytes(self) -> int:
-        """Return the bytes that were still free at the peak of the first steps."""
-        if self._device is None or self._device.type != "cuda":
-            return 0
-        memory = memory_of(self._device)
-        return int(_USABLE * (memory.free + memory.reserved - memory.most_allocated))
+        return 0 if self._device is None else int(_USABLE * free_at_peak(self._device))
+
+
+def free_at_peak(device: torch.device) -> int:
+    """Return the bytes of a GPU that were still free when most were taken; of a CPU 0."""
+    if device.type != "cuda":
+        return 0
+    memory = memory_of(device)
+    return memory.free + memory.reserved - memory.most_allocated
 
 
 class _Made(TorchDispatchMode):

@@ -1,0 +1,87 @@
+"""Options that decide by the memory of a GPU, in forecasts and simulations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero import ActivationCheckpointing, MachineRates, ZeroStrategy, estimate_memory, simulate_step
+from lightning_zero.forecast.report import table
+from lightning_zero.forecast.settings import MemoryForecast
+
+WIDTH, DEPTH, BATCH = 64, 6, torch.ones(512, 64)
+AUTO = ActivationCheckpointing(policy="auto")
+
+
+def _block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh())
+
+
+class Program(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[_block() for _ in range(DEPTH)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def _forecast(policy: Any, **options: Any) -> MemoryForecast:
+    strategy = ZeroStrategy(stage=2, activation_checkpointing=policy)
+    return estimate_memory(Program(), strategy, world_size=2, batch=BATCH, side_by_side=False, **options)
+
+
+def test_the_policy_is_chosen_by_the_memory_of_a_gpu() -> None:
+    activations = DEPTH * BATCH.nbytes  # of an input per block
+    plain, offloaded = _forecast(None).own, _forecast(ActivationCheckpointing(policy="offload")).own
+    room = offloaded.peak_bytes + activations  # of which nine tenths are used
+    assumed, large, small = (_forecast(AUTO, memory=memory) for memory in (None, 80 * 2**30, offloaded.peak_bytes))
+    recomputed = _forecast(AUTO, memory=int(room * 1.1))
+    assert large.own.peak_bytes == assumed.own.peak_bytes == plain.peak_bytes
+    assert small.own.peak_bytes == offloaded.peak_bytes
+    full = _forecast(ActivationCheckpointing()).own.peak_bytes
+    assert offloaded.peak_bytes < recomputed.own.peak_bytes == full < plain.peak_bytes
+    assert [len(one.notes) for one in (assumed, large, small)] == [1, 0, 0]
+    assert '`ActivationCheckpointing(policy="auto")` decides by the memory of a GPU, taken as 80 GiB' in table(assumed)
+
+
+def test_a_simulation_chooses_as_a_forecast() -> None:
+    simulation = simulate_step(
+        Program(), ZeroStrategy(stage=2, activation_checkpointing=AUTO), world_size=2, batch=BATCH
+    )
+    assert simulation.peak_bytes == pytest.approx(_forecast(None).own.peak_bytes, rel=0.05)
+    assert simulation.host["activations"] == DEPTH * BATCH.nbytes  # of the second step
+
+
+def test_offloaded_activations_take_the_time_of_their_copies() -> None:
+    rates = MachineRates(host=1e-3)
+    seconds = [
+        simulate_step(
+            Program(), ZeroStrategy(activation_checkpointing={"policy": policy}), world_size=2, batch=BATCH, rates=rates
+        ).seconds
+        for policy in ("full", "offload")
+    ]
+    assert seconds[1] - seconds[0] > 2 * DEPTH * BATCH.nbytes / 1e6  # there and back
+
+
+def test_a_cpu_has_no_memory_to_choose_by() -> None:
+    for run in (estimate_memory, simulate_step):
+        with pytest.raises(
+            ValueError, match="`policy='auto'` of `activation_checkpointing` needs `budget_bytes` on `c"
+        ):
+            run(
+                Program(),
+                ZeroStrategy(activation_checkpointing=AUTO),
+                world_size=1,
+                batch=BATCH,
+                accelerator="cpu",
+            )
+    given = ActivationCheckpointing(policy="auto", budget_bytes=2**30)
+    assert _forecast(given, accelerator="cpu").own.peak_bytes == _forecast(None, accelerator="cpu").own.peak_bytes
