@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
+from torch import distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -306,27 +307,42 @@ class WarmupLR(Schedule):
 class _WithTotal:
     """The end of a schedule: a number of steps, which a Trainer may give later."""
 
-    def __init__(self, total_num_steps: TotalSteps, last_batch_iteration: int) -> None:
+    def __init__(self, total_num_steps: TotalSteps, warmup_num_steps: int, last_batch_iteration: int) -> None:
         if total_num_steps != "auto":
             total_num_steps = _positive("total_num_steps", total_num_steps)
         elif last_batch_iteration > -1:
             raise _unknown_total(self)
         self.total_num_steps = total_num_steps
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self._warn_of_long_warmup(stacklevel=5)
 
     def fill_total_num_steps(self, steps: float) -> None:
         """Give a schedule with ``total_num_steps="auto"`` the steps of the training.
 
         Raises:
-            ValueError: The training has no end.
+            ValueError: The training has no end, or -1 steps, as a Trainer says of loaders without a length.
         """
         if self.total_num_steps != "auto":
             return
-        if not math.isfinite(steps):
+        if not math.isfinite(steps) or steps < 0:
             raise ValueError(
                 f"`total_num_steps='auto'` of `{type(self).__name__}` is the number of steps of the training, which has"
-                " no end. Use `Trainer(max_steps=...)` or `Trainer(max_epochs=...)`, or say the number."
+                " no end that is known before it. Use `Trainer(max_steps=...)`, or `Trainer(max_epochs=...)` and a"
+                " training loader that has a length, or say the number."
             )
         self.total_num_steps = max(1, int(steps))
+        self._warn_of_long_warmup(stacklevel=3)
+
+    def _warn_of_long_warmup(self, *, stacklevel: int) -> None:
+        """Warn, on rank 0, that the learning rate does not fall before the end."""
+        total, warmup = self.total_num_steps, self.warmup_num_steps
+        is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+        if is_first and isinstance(total, int) and total <= warmup:
+            warnings.warn(
+                f"The warm-up of `{type(self).__name__}` lasts until the end: `warmup_num_steps={warmup}`, and"
+                f" `total_num_steps={total}`. Lower `warmup_num_steps`, or train longer.",
+                stacklevel=stacklevel,
+            )
 
     def _total(self) -> int:
         if self.total_num_steps == "auto":
@@ -360,7 +376,7 @@ class WarmupDecayLR(_WithTotal, WarmupLR):
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        _WithTotal.__init__(self, total_num_steps, last_batch_iteration)
+        _WithTotal.__init__(self, total_num_steps, warmup_num_steps, last_batch_iteration)
         WarmupLR.__init__(
             self, optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
@@ -401,10 +417,9 @@ class WarmupCosineLR(_WithTotal, Schedule):
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        _WithTotal.__init__(self, total_num_steps, last_batch_iteration)
+        _WithTotal.__init__(self, total_num_steps, warmup_num_steps, last_batch_iteration)
         self.warmup_min_ratio = _ratio("warmup_min_ratio", warmup_min_ratio)
         self.cos_min_ratio = _ratio("cos_min_ratio", cos_min_ratio)
-        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = warmup_type
         _require_initial_rates(optimizer, last_batch_iteration)
         Schedule.__init__(self, optimizer, last_batch_iteration)

@@ -390,12 +390,27 @@ def test_an_end_that_nobody_has_filled_is_an_error(make: Any) -> None:
     with pytest.raises(ValueError, match="has not been filled"):
         make(optimizer(), "auto", last_batch_iteration=3)
     schedule = make(optimizer(), "auto", warmup_num_steps=2)
-    with pytest.raises(ValueError, match=r"has no end. Use `Trainer\(max_steps"):
+    with pytest.raises(ValueError, match=r"has no end .* Use `Trainer\(max_steps"):
         schedule.fill_total_num_steps(math.inf)
+    with pytest.raises(ValueError, match=r"has no end .* a training loader that has a length"):
+        schedule.fill_total_num_steps(-1)
     schedule.fill_total_num_steps(10)
     schedule.fill_total_num_steps(20)  # the first one holds
     same = make(optimizer(), 10, warmup_num_steps=2)
     assert curve(schedule, 12) == curve(same, 12)
+
+
+@pytest.mark.parametrize("make", [WarmupDecayLR, WarmupCosineLR])
+def test_a_warm_up_until_the_end_is_warned_of(make: Any) -> None:
+    message = rf"^The warm-up of `{make.__name__}` .* `warmup_num_steps=10`, and `total_num_steps=10`. Lower"
+    with pytest.warns(UserWarning, match=message):
+        make(optimizer(), 10, warmup_num_steps=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(optimizer(), 11, warmup_num_steps=10)
+        schedule = make(optimizer(), "auto", warmup_num_steps=10)
+    with pytest.warns(UserWarning, match=message):
+        schedule.fill_total_num_steps(10)
 
 
 # -- Refused -----------------------------------------------------------------------------------------------------------

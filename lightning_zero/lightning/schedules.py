@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim.lr_scheduler import SequentialLR
 
 from lightning_zero.schedules import Schedule, WarmupCosineLR, WarmupDecayLR
@@ -35,8 +37,35 @@ def prepare_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> 
             _refuse_other_steps(config)
         for schedule, begin in _schedules(config.scheduler):
             if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)) and schedule.total_num_steps == "auto":
-                schedule.fill_total_num_steps(trainer.estimated_stepping_batches - begin)
-                rank_zero_info(f"`total_num_steps` of `{type(schedule).__name__}`: {schedule.total_num_steps}")
+                _fill(schedule, _steps_of(trainer), begin)
+
+
+def _fill(schedule: WarmupDecayLR | WarmupCosineLR, steps: float, begin: int) -> None:
+    name = type(schedule).__name__
+    if begin and 0 <= steps <= begin:
+        rank_zero_warn(
+            f"`{name}` is not reached: its milestone in `SequentialLR` is step {begin}, and the training has {steps}"
+            " steps. Use a lower milestone, or train longer."
+        )
+        steps = begin + 1
+    schedule.fill_total_num_steps(steps - begin)
+    rank_zero_info(f"`total_num_steps` of `{name}`: {schedule.total_num_steps}")
+
+
+def _steps_of(trainer: pl.Trainer) -> float:
+    """Return the steps of the training, also with a callback that changes accumulation; -1 if loaders have no length.
+
+    Lightning estimates them with the accumulation before the first epoch, which such a callback has not set yet.
+    """
+    steps = trainer.estimated_stepping_batches  # makes the loaders
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    plans = [one for one in callbacks if isinstance(one, GradientAccumulationScheduler)]
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs or 1
+    if not plans or epochs == -1 or math.isinf(batches):
+        return steps
+    accumulated = (plans[-1].get_accumulate_grad_batches(epoch) for epoch in range(epochs))
+    planned = sum(math.ceil(batches / count) for count in accumulated)
+    return planned if trainer.max_steps == -1 else min(planned, trainer.max_steps)
 
 
 def _refuse_other_steps(config: LRSchedulerConfig) -> None:

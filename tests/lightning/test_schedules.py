@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR, StepLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import OneCycle, WarmupCosineLR, WarmupDecayLR, ZeroStrategy
 from tests.lightning_programs import WORLD, Net, parity
@@ -54,12 +54,15 @@ def data() -> DataLoader[Any]:
     return DataLoader(torch.ones(STEPS, 32), batch_size=1)
 
 
-def rates(make: Any, tmp_path: Path, *, ckpt_path: Any = None, **options: Any) -> list[float]:
+def rates(
+    make: Any, tmp_path: Path, *, loader: Any = None, ckpt_path: Any = None, callbacks: Any = (), **options: Any
+) -> list[float]:
     """Fit, leave `last.ckpt`, and return the learning rates."""
     seen = Rates()
     options = {"max_epochs": 1, "enable_checkpointing": False, **QUIET, **options}
-    fitted = Trainer(strategy=ZeroStrategy(stage=1), callbacks=[seen], default_root_dir=tmp_path, **options)
-    fitted.fit(Module(make), data(), ckpt_path=ckpt_path)
+    callbacks = [seen, *callbacks]
+    fitted = Trainer(strategy=ZeroStrategy(stage=1), callbacks=callbacks, default_root_dir=tmp_path, **options)
+    fitted.fit(Module(make), data() if loader is None else loader, ckpt_path=ckpt_path)
     fitted.save_checkpoint(tmp_path / "last.ckpt")
     return seen.seen
 
@@ -130,9 +133,46 @@ def test_a_schedule_with_a_frequency_is_refused(tmp_path: Path) -> None:
         rates(lambda o: {"scheduler": WarmupDecayLR(o, "auto"), "interval": "step", "frequency": 2}, tmp_path)
 
 
+def test_auto_with_accumulation_that_changes_between_epochs_is_the_steps_of_all_epochs(tmp_path: Path) -> None:
+    """It was the number of batches: the schedule ended in its middle."""
+    plan = GradientAccumulationScheduler({0: 8, 1: 3})
+    seen = rates(lambda o: WarmupDecayLR(o, "auto", warmup_num_steps=2), tmp_path, callbacks=[plan], max_epochs=3)
+    assert seen == pytest.approx(decay(2, 2 + 4 + 4, 10))
+    seen = rates(
+        lambda o: WarmupDecayLR(o, "auto", warmup_num_steps=2), tmp_path, callbacks=[plan], max_epochs=3, max_steps=7
+    )
+    assert seen == pytest.approx(decay(2, 7, 7))
+
+
+def test_auto_behind_the_end_of_the_training_is_warned_of(tmp_path: Path) -> None:
+    def make(optimizer: Any) -> Any:
+        parts: list[Any] = [ConstantLR(optimizer, 1.0), WarmupDecayLR(optimizer, "auto", warmup_num_steps=2)]
+        return {"scheduler": SequentialLR(optimizer, parts, milestones=[STEPS]), "interval": "step"}
+
+    with pytest.warns(UserWarning, match=r"^`WarmupDecayLR` is not reached: .* step 12, and the training has 12 steps"):
+        assert rates(make, tmp_path) == pytest.approx([0.1] * STEPS)
+
+
 def test_a_training_without_an_end_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^`total_num_steps='auto'` of `WarmupDecayLR` .* has no end"):
         rates(lambda o: WarmupDecayLR(o, "auto"), tmp_path, max_epochs=-1)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.ones(STEPS, 32))
+
+
+def test_a_loader_without_a_length_is_an_error_without_max_steps(tmp_path: Path) -> None:
+    """The learning rate was 0 from the end of the warm-up on."""
+
+    def make(optimizer: Any) -> Any:
+        return WarmupDecayLR(optimizer, "auto", warmup_num_steps=2)
+
+    with pytest.raises(ValueError, match=r"has no end .* Use `Trainer\(max_steps=...\)`, .* loader that has a length"):
+        rates(make, tmp_path, loader=DataLoader(Endless()), max_epochs=3)
+    seen = rates(make, tmp_path, loader=DataLoader(Endless()), max_epochs=3, max_steps=8)
+    assert seen == pytest.approx(decay(2, 8, 8))
 
 
 def test_schedules_are_stepped_at_every_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
