@@ -116,11 +116,11 @@ class ImportedConfig:
             ValueError: There is no single optimizer, or the program steps schedules itself.
         """
         if self.plan.optimizer is not None and not _is_ours(vars(module).get("configure_optimizers")):
-            self._settle_section("optimizer", "`configure_optimizers` is used instead")
+            self._lose_section("optimizer", "`configure_optimizers` is used instead")
         if self.plan.schedule is None:
             return configs
         if configs:
-            self._settle_section("scheduler", "the schedule of `configure_optimizers` is used instead")
+            self._lose_section("scheduler", "the schedule of `configure_optimizers` is used instead")
             return configs
         if len(optimizers) != 1 or not module.automatic_optimization:
             raise ValueError(
@@ -131,7 +131,13 @@ class ImportedConfig:
         schedule = self.plan.schedule.make(optimizers[0], _Hints(module))
         return [LRSchedulerConfig(schedule, interval="step")]
 
-    def _settle_section(self, section: str, becomes: str) -> None:
+    def _lose_section(self, section: str, becomes: str) -> None:
+        """Use that of the module, and warn: under Lightning's ``DeepSpeedStrategy`` it is the other way round."""
+        rank_zero_warn(
+            f"DeepSpeed's configuration and the module both have the {section}: {becomes}, where Lightning's"
+            f" `DeepSpeedStrategy` uses the configuration's. Take `{section}` out of the configuration, or, to train"
+            " with it, out of `configure_optimizers`."
+        )
         for row in self.plan.rows:
             if row.key.strip("()").startswith(f"{section}."):
                 self._settled[row.key] = becomes

@@ -324,7 +324,8 @@ def test_another_batch_size_of_the_loader_is_a_warning() -> None:
 
 def test_the_optimizer_of_the_module_is_used_where_it_makes_one(caplog: pytest.LogCaptureFixture) -> None:
     config = {"optimizer": {"type": "Lamb", "params": {"lr": 1.0}}}
-    with caplog.at_level("INFO"):
+    message = "^DeepSpeed's configuration and the module both have the optimizer: .* Take `optimizer` out of the con"
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match=message):
         trainer = fitted(config, Net())
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.02
     assert "`configure_optimizers` is used instead" in table(caplog)["optimizer.type"]
@@ -336,7 +337,8 @@ def test_the_schedule_is_made_where_the_module_makes_none(caplog: pytest.LogCapt
     (made,) = trainer.lr_scheduler_configs
     assert (made.interval, made.scheduler.last_batch_iteration, made.scheduler.base_lrs) == ("step", 7, [0.02])
     caplog.clear()
-    with caplog.at_level("INFO"):
+    message = "^DeepSpeed's configuration and the module both have the scheduler: the schedule of `configure_opt"
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match=message):
         trainer = fitted(
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1}}}, ByHand()
         )
