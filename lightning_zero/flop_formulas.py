@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["FlopTotal", "flops_of"]
+__all__ = ["FlopTotal", "counted_as_backward", "flops_of"]
 
 
 class FlopTotal(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -19,6 +20,7 @@ class FlopTotal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         flops: Their number.
+        is_in_backward: Whether those outside of autograd are a backward's.
     """
 
     supports_higher_order_operators = True  # they run as they are
@@ -26,6 +28,7 @@ class FlopTotal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
+        self.is_in_backward = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,6 +59,19 @@ class FlopTotal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func.decompose(*args, **kwargs)
         finally:
             TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def counted_as_backward() -> Iterator[None]:
+    """Run a part of a backward outside of autograd, for the counts that are running."""
+    counts = [one for one in _get_current_dispatch_mode_stack() if isinstance(one, FlopTotal)]
+    for count in counts:
+        count.is_in_backward = True
+    try:
+        yield
+    finally:
+        for count in counts:
+            count.is_in_backward = False
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:

@@ -3,7 +3,8 @@
 Note [Whose operations]
     A backward runs without gradients, and a recomputation of checkpointed activations inside of it with them: that
     tells the two apart. Operations of a recomputation are none of the model's. A backward with ``create_graph=True``
-    is taken for one. Operations without gradients and outside of modules are an optimizer's, such as Muon's products.
+    is taken for one. Operations without gradients and outside of modules are an optimizer's, such as Muon's products,
+    or those of a backward in two halves, which says so (``counted_as_backward``).
 
 Note [One counter at a time]
     Modes of PyTorch end in the reverse order of their begin, and callbacks do not. So of several that count the same
@@ -117,9 +118,12 @@ class FlopCount(FlopTotal):
         if not flops or self.is_paused:
             return
         super()._add(flops)
-        if torch._C._current_autograd_node() is None and not torch.is_grad_enabled() and not self._running:
+        is_in_autograd = torch._C._current_autograd_node() is not None
+        if not is_in_autograd and self.is_in_backward:
+            self.backward += flops
+        elif not is_in_autograd and not torch.is_grad_enabled() and not self._running:
             self.other += flops
-        elif torch._C._current_autograd_node() is None:
+        elif not is_in_autograd:
             self.forward += flops
             self.by_module.update(dict.fromkeys(self._running, flops))
         elif torch.is_grad_enabled():

@@ -37,6 +37,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from lightning_zero.flop_formulas import counted_as_backward
+
 __all__ = ["WeightGradients"]
 
 
@@ -82,6 +84,7 @@ class WeightGradients:
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
 
+    @counted_as_backward()
     def bring(self, key: Hashable) -> None:
         """Compute the gradients that a micro-batch has left, and give each to autograd at its parameter.
 
