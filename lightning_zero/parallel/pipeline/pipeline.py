@@ -242,7 +242,7 @@ class Route(Protocol[Step]):
 
 @dataclass
 class Timing:
-    """Seconds of this stage, on the host.
+    """Seconds of this stage in training, on the host.
 
     Attributes:
         busy_s: In forwards and backwards.
@@ -510,7 +510,7 @@ class PipelineRunner(Generic[Step]):
                 self._outputs[chunk, index] = outputs
 
         is_training = torch.is_grad_enabled()
-        with self._working():
+        with self._working() if is_training else nullcontext():
             self._streams.enter(chunk, index)
             state, draws = self._state_of(chunk), self._stage.draws.watched(chunk, index)
             around, scope = self.around.watched(chunk, index), self._engine.scope(name)

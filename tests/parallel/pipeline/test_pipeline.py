@@ -90,6 +90,29 @@ def test_times_of_stages_are_left_out_where_the_host_does_not_wait() -> None:
     assert run(_timings, 2) == [[3, 0]] * 2
 
 
+class SleepsInValidation(Sleepers):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        time.sleep(0.5)
+        return x.square().mean()
+
+
+def _timings_of_validation(rank: int, world: int) -> dict[str, float]:
+    strategy = ZeroStrategy(stage=1, pipeline=2)
+    data = DataLoader(TensorDataset(torch.randn(8, 2)), 4)
+    trainer(rank, world, strategy, max_epochs=1).fit(SleepsInValidation(2, 0.0), data, data)
+    return strategy.pipeline_timings(1)
+
+
+def test_times_of_stages_are_those_of_training() -> None:
+    """Validation counted as work, and the share of the bubble was below 0."""
+    for timings in run(_timings_of_validation, 2):
+        assert timings["pipeline/busy_s_1"] < 0.5
+        assert timings["pipeline/bubble_share"] >= 0
+
+
 def _bubble_of_halves(rank: int, world: int, seconds: float) -> float:
     """Measure the bubble of blocks whose gradients of weights take as long as their forward."""
     bring = WeightGradients.bring
