@@ -36,13 +36,13 @@ class ZeroMonitor(Callback):
     """Log memory, traffic, time and throughput to every logger of the Trainer, each ``log_every_n_steps``.
 
     Scalars, with the units in their names: ``memory/{parameters,gradients,optimizer,gathered,gathered_peak,other}_GiB``
-    on rank 0, on a GPU ``memory/peak_GiB``; ``traffic/<collective>_MiB`` that rank 0 sent per step; ``time/step_s``,
-    without validation and saving, and of it ``time/wait_s``, for which rank 0 waited for others, and
-    ``time/{data,forward,backward,optimizer}_s``; ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm``
-    (``grad_norm/<number>`` of each optimizer where there are several) and ``loss_scale`` where there are any. In a
-    pipeline ``pipeline/busy_s_<stage>`` in seconds per step and ``pipeline/bubble_share`` (not over NCCL), and no
-    phases. Waiting does not contain sums of tensor groups and exchanges of experts; messages between pipeline stages
-    are in no number of traffic and waiting. With experts
+    on rank 0, on a GPU ``memory/peak_GiB`` of training, for which PyTorch's statistics of peaks are reset;
+    ``traffic/<collective>_MiB`` that rank 0 sent per step; ``time/step_s``, without validation and saving, and of it
+    ``time/wait_s``, for which rank 0 waited for others, and ``time/{data,forward,backward,optimizer}_s``;
+    ``throughput/{tokens,samples}_per_s`` over all ranks; ``grad_norm`` (``grad_norm/<number>`` of each optimizer where
+    there are several) and ``loss_scale`` where there are any. In a pipeline ``pipeline/busy_s_<stage>`` in seconds per
+    step and ``pipeline/bubble_share`` (not over NCCL), and no phases. Waiting does not contain sums of tensor groups
+    and exchanges of experts; messages between pipeline stages are in no number of traffic and waiting. With experts
     ``moe/<layer>/{load_max_over_mean,dropped,router_entropy,aux_loss}`` over all ranks, and for TensorBoard a histogram
     ``moe/<layer>/load``. With other strategies memory, traffic and waiting are left out.
 

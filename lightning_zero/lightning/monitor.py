@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_zero.engine.access.statistics import away_bytes
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.storage.copies import Stamp, memory_of
+from lightning_zero.storage.copies import Stamp, memory_of, reset_most_allocated
 
 __all__ = ["Meter", "Phases", "memory_in_use", "samples_in", "tokens_in"]
 
@@ -50,6 +50,7 @@ class Meter:
         self._resumed: float | None = None  # start of the running interval; None while paused
         self._counted: dict[str, float] = {}  # by the engine, in intervals that have ended
         self._counts_then: dict[str, float] = {}  # by the engine when the running interval began
+        self._most_allocated = 0  # of a GPU's memory, in all intervals that have ended
 
     def start(self) -> None:
         """Count from here."""
@@ -66,6 +67,8 @@ class Meter:
     def pause(self) -> None:
         """Stop the clock, and counting the bytes and waits of the engine."""
         if self._resumed is not None:
+            if (device := self._gpu) is not None:
+                self._most_allocated = max(self._most_allocated, memory_of(device).most_allocated)
             self._seconds += time.perf_counter() - self._resumed
             self._resumed = None
             for name, count in self._counts().items():
@@ -75,6 +78,8 @@ class Meter:
     def resume(self) -> None:
         """Let the clock go on."""
         if self._resumed is None:
+            if (device := self._gpu) is not None:
+                reset_most_allocated(device)
             self._counts_then = self._counts()
             self._resumed = time.perf_counter()
 
@@ -88,6 +93,11 @@ class Meter:
         finally:
             if is_running:
                 self.resume()
+
+    @property
+    def _gpu(self) -> torch.device | None:
+        device = None if self.engine is None else self.engine.internals.communicator.device
+        return device if device is not None and device.type == "cuda" else None
 
     def _counts(self) -> dict[str, float]:
         """Return how much the engine has sent and waited so far, by the names of the scalars."""
@@ -125,8 +135,8 @@ class Meter:
             - (float(sum(stats.host.values())) if device.type == "cpu" else 0.0)
         )
         memory |= {**away_bytes(stats), "other": max(other, 0.0), "gathered_peak": float(stats.peak_gathered)}
-        if device.type == "cuda":
-            memory["peak"] = float(memory_of(device).most_allocated)
+        if self._gpu is not None:
+            memory["peak"] = float(self._most_allocated)
         return {f"memory/{name}_GiB": nbytes / _GIB for name, nbytes in memory.items()}
 
     def _sent(self, steps: int) -> dict[str, float]:

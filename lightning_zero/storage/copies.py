@@ -39,6 +39,7 @@ __all__ = [
     "lock_pages",
     "memory_of",
     "replays_graph",
+    "reset_most_allocated",
     "unlock_pages",
     "with_index",
 ]
@@ -230,7 +231,7 @@ class DeviceMemory(NamedTuple):
         free: Of all processes.
         reserved: By this process's allocator.
         allocated: In tensors.
-        most_allocated: In tensors, so far.
+        most_allocated: In tensors, so far, or since ``reset_most_allocated``.
     """
 
     total: int
@@ -245,6 +246,11 @@ def memory_of(device: torch.device) -> DeviceMemory:
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     return DeviceMemory(total, free, reserved, allocated, torch.cuda.max_memory_allocated(device))
+
+
+def reset_most_allocated(device: torch.device) -> None:
+    """Measure ``most_allocated`` of a CUDA device anew, from what is allocated now."""
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 class Stamp:

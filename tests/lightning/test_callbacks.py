@@ -7,6 +7,7 @@ import mmap
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -399,6 +400,34 @@ def test_paused_time_does_not_count() -> None:
     assert row.keys() == {"throughput/tokens_per_s", "time/step_s"}
     assert row["time/step_s"] < 0.05
     assert row["throughput/tokens_per_s"] > 300 / 0.05
+
+
+def test_the_peak_of_a_gpu_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was that of the process: of set-up and validation too."""
+    allocated = {"now": 1, "most": 9}  # GiB
+    stats = SimpleNamespace(memory={}, host={}, disk={}, traffic={}, wait_s=0.0, peak_gathered=0)
+    engine: Any = SimpleNamespace(
+        stats=lambda: stats, internals=SimpleNamespace(communicator=SimpleNamespace(device=torch.device("cuda")))
+    )
+
+    def reset(device: torch.device) -> None:
+        allocated["most"] = allocated["now"]
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated["now"] * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated["most"] * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    meter = Meter(engine)
+    meter.start()
+    allocated["most"] = 3
+    with meter.paused():
+        allocated["most"] = 7
+    assert meter.row(1)["memory/peak_GiB"] == 3
+    allocated["most"] = 2
+    assert meter.row(1)["memory/peak_GiB"] == 3
+    allocated["most"] = 4
+    assert meter.row(1)["memory/peak_GiB"] == 4
 
 
 def test_phases_are_summed_and_those_that_run_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
