@@ -15,6 +15,15 @@ __all__ = ["FORECAST_PEAK", "ForecastPeak", "comparison", "forecast_peak", "logg
 FORECAST_PEAK = "memory/forecast_peak_GiB"
 _GIB = 2.0**30
 _PREFIX, _SUFFIX = "memory/", "_GiB"
+_COMPARED = (
+    "parameters",
+    "optimizer",
+    "host_parameters",
+    "host_optimizer",
+    "disk_parameters",
+    "disk_optimizer",
+    "peak",
+)
 
 
 def logged_memory(path: Path) -> dict[str, float]:
@@ -77,21 +86,16 @@ def _highest(values: Iterable[tuple[str, float]]) -> dict[str, float]:
 def comparison(forecast: SettingForecast, logged: dict[str, float]) -> str:
     """Return a table: the forecast of a setting, the logged memory (GiB), and their difference in percent.
 
-    Gradients are left out: rows are logged behind the step, which frees them at stages 2 and 3.
+    Gradients are left out: rows are logged behind the step, which frees them at stages 2 and 3. A log is that of rank
+    0, so that of a pipeline is compared with the forecast of its stage 0.
     """
-    rows = {
-        "parameters": forecast.device["parameters"],
-        "optimizer": forecast.device["optimizer"],
-        "host_parameters": forecast.host["parameters"],
-        "host_optimizer": forecast.host["optimizer"],
-        "disk_parameters": forecast.disk.get("parameters", 0),
-        "disk_optimizer": forecast.disk.get("optimizer", 0),
-        "peak": forecast.peak_bytes,
-    }
-    unit, size = ("GiB", _GIB) if forecast.peak_bytes >= _GIB else ("MiB", _GIB / 1024)
+    ours_of = forecast.of_rank_0
+    unit, size = ("GiB", _GIB) if ours_of["peak"] >= _GIB else ("MiB", _GIB / 1024)
     lines = [f"{unit:<16}{'forecast':>12}{'measured':>12}{'measured is':>16}"]
-    for name, nbytes in rows.items():
-        ours, theirs = nbytes / size, logged.get(name)
+    if forecast.peak_by_stage:
+        lines.insert(0, "Both are those of rank 0, in pipeline stage 0.")
+    for name in _COMPARED:
+        ours, theirs = ours_of.get(name, 0) / size, logged.get(name)
         theirs = None if theirs is None else theirs * _GIB / size
         if theirs is None and name.startswith(("host_", "disk_")):
             continue
@@ -122,14 +126,15 @@ class ForecastPeak(NamedTuple):
 
 
 def forecast_peak(path: Path) -> ForecastPeak:
-    """Return the peak of a forecast that ``estimate --json=true`` has written: that of the run's own setting.
+    """Return the peak of rank 0 in a forecast of ``estimate --json=true``: that of the run's own setting.
 
     Raises:
         ValueError: The file is no such forecast.
     """
     try:
         content = json.loads(path.read_text())
-        peak = next(row["peak_bytes"] for row in content["settings"] if row["is_own"])
+        own = next(row for row in content["settings"] if row["is_own"])
+        peak = [*own.get("peak_by_stage", ()), own["peak_bytes"]][0]
         return ForecastPeak(float(peak) / _GIB, int(content["world_size"]))
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         raise ValueError(

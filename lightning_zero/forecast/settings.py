@@ -105,6 +105,8 @@ class SettingForecast:
         sent_across_nodes: Those of them that are sent by calls between nodes; None where no scope of a node says which.
         pipeline_stage: The stage that all these are of, the one with the highest peak; None without a pipeline.
         peak_by_stage: The peaks of all stages of a pipeline.
+        persistent_by_stage: The bytes of each of them that stay through a step: those of the device by kind, and of the
+            host as ``host_<kind>``.
     """
 
     setting: Setting
@@ -120,11 +122,21 @@ class SettingForecast:
     sent_across_nodes: int | None
     pipeline_stage: int | None = None
     peak_by_stage: Sequence[int] = ()
+    persistent_by_stage: Sequence[Mapping[str, int]] = ()
 
     @property
     def persistent_bytes(self) -> int:
         """Bytes that stay on the device through a step."""
         return sum(self.device.values())
+
+    @property
+    def of_rank_0(self) -> dict[str, int]:
+        """The bytes of rank 0, which is in stage 0 of a pipeline: ``peak``, and kinds as in ``persistent_by_stage``."""
+        if self.persistent_by_stage:
+            return {**self.persistent_by_stage[0], "peak": self.peak_by_stage[0]}
+        away = {"host": self.host, "disk": self.disk}
+        others = {f"{place}_{kind}": nbytes for place, held in away.items() for kind, nbytes in held.items()}
+        return {**self.device, **others, "peak": self.peak_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)

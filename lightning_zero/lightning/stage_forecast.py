@@ -89,4 +89,9 @@ def _forecast(setting: Setting, fit: Fit, num_batches: int, *, is_own: bool, nod
         sent_across_nodes=None if node is None else across,
         pipeline_stage=worst,
         peak_by_stage=peaks,
+        persistent_by_stage=[
+            {kind: stage.device[kind] for kind in PERSISTENT}
+            | {f"host_{kind}": stage.host[kind] for kind in PERSISTENT}
+            for stage in stages
+        ],
     )

@@ -109,6 +109,10 @@ def _compare(case: Case) -> None:
     for rank, (peak, kept, host) in enumerate(ran):
         stage = rank // case.copies
         assert abs(forecast.peak_by_stage[stage] - peak) <= PEAK * peak, (rank, forecast, ran)
+        of_stage = forecast.persistent_by_stage[stage]
+        away = sum(nbytes for kind, nbytes in of_stage.items() if kind.startswith("host_"))
+        assert abs(sum(of_stage.values()) - away - kept) <= PERSISTENT * kept + SCALARS, (rank, forecast, ran)
+        assert abs(away - host) <= PERSISTENT * host + SCALARS, (rank, forecast, ran)
         if stage == forecast.pipeline_stage:
             assert abs(forecast.persistent_bytes - kept) <= PERSISTENT * kept + SCALARS, (rank, forecast, ran)
             assert abs(sum(forecast.host.values()) - host) <= PERSISTENT * host + SCALARS, (rank, forecast, ran)

@@ -13,7 +13,7 @@ from lightning_zero.forecast.compare import comparison, forecast_peak, logged_me
 GIB = 2**30
 
 
-def _forecast(host: int = 0) -> SettingForecast:
+def _forecast(host: int = 0, **stages: Any) -> SettingForecast:
     return SettingForecast(
         setting=Setting(sharding=Sharding.of(2)),
         is_own=True,
@@ -25,6 +25,7 @@ def _forecast(host: int = 0) -> SettingForecast:
         module="",
         sent_bytes=0,
         sent_across_nodes=None,
+        **stages,
     )
 
 
@@ -52,6 +53,15 @@ def test_a_table_has_a_row_for_each_that_was_logged() -> None:
     assert lines[3].split() == ["peak", "10.0000", "9.5000", "5.0", "%", "less"]
 
 
+def test_a_log_of_a_pipeline_is_compared_with_its_stage_0() -> None:
+    """It was compared with the stage of the highest peak."""
+    stages = [{"parameters": GIB, "optimizer": 2 * GIB}, {"parameters": 2 * GIB, "optimizer": 4 * GIB}]
+    forecast = _forecast(pipeline_stage=1, peak_by_stage=[5 * GIB, 10 * GIB], persistent_by_stage=stages)
+    lines = comparison(forecast, {"parameters": 1.0, "optimizer": 2.0, "peak": 5.0}).splitlines()
+    assert lines[0] == "Both are those of rank 0, in pipeline stage 0."
+    assert [line.split()[-2:] for line in lines[2:]] == [["the", "same"]] * 3
+
+
 def test_host_memory_and_a_peak_that_was_not_logged() -> None:
     text = comparison(_forecast(GIB), {"parameters": 2.0, "optimizer": 4.0, "host_optimizer": 1.0})
     assert "host_optimizer        1.0000      1.0000        the same" in text
@@ -69,9 +79,12 @@ def test_a_log_without_memory_or_none_at_all_is_an_error(tmp_path: Path) -> None
 
 def test_the_peak_of_a_forecast_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "forecast.json"
-    rows = [{"is_own": False, "peak_bytes": GIB}, {"is_own": True, "peak_bytes": 3 * GIB}]
+    rows: list[dict[str, Any]] = [{"is_own": False, "peak_bytes": GIB}, {"is_own": True, "peak_bytes": 3 * GIB}]
     path.write_text(json.dumps({"settings": rows, "world_size": 4}))
     assert forecast_peak(path) == (3.0, 4)
+    rows[1]["peak_by_stage"] = [2 * GIB, 3 * GIB]
+    path.write_text(json.dumps({"settings": rows, "world_size": 4}))
+    assert forecast_peak(path) == (2.0, 4)  # `ZeroMonitor` measures on rank 0
     none = [{"is_own": True, "peak_bytes": None}]
     for text in ("{}", "[]", "no", *(json.dumps({"settings": some, "world_size": 4}) for some in (rows[:1], none))):
         path.write_text(text)
