@@ -15,6 +15,7 @@ from jsonargparse.typing import Path_fr
 from torch import nn
 
 from lightning_zero.lightning.first_batch import first_batch
+from lightning_zero.lightning.forecast_options import seeded
 
 __all__ = ["RunSections", "named"]
 
@@ -98,7 +99,7 @@ class RunSections:
         return make_model
 
     def batch(self) -> Any:
-        """Return the first training batch of the data module; None without one.
+        """Return the first training batch of the data module, the same one every time; None without one.
 
         Raises:
             ValueError: The class of the data module is not known, or it gives no batch.
@@ -112,18 +113,19 @@ class RunSections:
             )
         if entry is None:
             return None
-        data = self.maker("data", entry)()
-        if not callable(getattr(data, "train_dataloader", None)):
-            raise ValueError(f"`data` is a `{type(data).__name__}`. Name a `LightningDataModule`.")
-        try:
-            data.prepare_data()
-            data.setup("fit")
-            return first_batch(data.train_dataloader())
-        except Exception as error:
-            raise ValueError(
-                f"`{type(data).__name__}` gives no batch without a Trainer ({type(error).__name__}: {error}). Mend it,"
-                " or take `data` out: without it the model's `example_input_array` is used."
-            ) from error
+        with seeded():
+            data = self.maker("data", entry)()
+            if not callable(getattr(data, "train_dataloader", None)):
+                raise ValueError(f"`data` is a `{type(data).__name__}`. Name a `LightningDataModule`.")
+            try:
+                data.prepare_data()
+                data.setup("fit")
+                return first_batch(data.train_dataloader())
+            except Exception as error:
+                raise ValueError(
+                    f"`{type(data).__name__}` gives no batch without a Trainer ({type(error).__name__}: {error}). Mend"
+                    " it, or take `data` out: without it the model's `example_input_array` is used."
+                ) from error
 
     def _entry(self, key: str, named: str | None, option: str) -> Mapping[str, Any] | None:
         """Return the class of a section and its arguments, as ``class_path`` and ``init_args``."""

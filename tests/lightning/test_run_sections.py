@@ -126,6 +126,22 @@ def test_a_section_may_be_a_file_beside_the_configuration(tmp_path: Path) -> Non
     assert torch.equal(found.batch(), ones(1, 4))
 
 
+class Shuffled(LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.rows = torch.rand(100, 4)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+
+
+def test_the_batch_is_the_same_every_time(tmp_path: Path) -> None:
+    """Two calls of a command had batches of other lengths, and other peaks."""
+    found = _read(_written(tmp_path, "model: {}"), "torch.nn:Identity", f"{HERE}:Shuffled")
+    before = torch.get_rng_state()
+    assert torch.equal(found.batch(), found.batch())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("command", ["estimate", "tensor-plan"])
 def test_the_trainer_may_be_a_file_and_no_other_word(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
