@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import MixedPrecision as PrecisionConfig
-from lightning_zero.engine.buffers.parameter import call_program
 from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.engine.optim.methods import has_pre_hooks, may_use_closure, needs_closure
 from lightning_zero.engine.optim.whole_gradients import Unscaled
@@ -268,7 +267,7 @@ class ZeroStep(Precision):
             if not is_manual:
                 return self._step_with_closure(optimizer, model, closure, **kwargs)
             kwargs["closure"] = do_nothing_closure  # the gradients of manual optimization are there
-        closure_result = call_program(closure)
+        closure_result = closure()
         unscaled = self._finish_gradients(model, optimizer)
         if unscaled.has_overflowed:
             engine.internals.steps.close_window(optimizer)

@@ -351,13 +351,32 @@ class _Masked(lightning_programs.Net):
         self.optimizers().step(closure=mask)
         return None
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.0)
+
+
+class _MasksGradients(pl.Callback):
+    """Trains one row of a released parameter."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        weight = pl_module.blocks[1].linear.weight
+        mask = torch.ones_like(weight)
+        mask[1:] = 0.0
+        weight.grad.mul_(mask)
+
 
 def _mask(rank: int, world: int) -> None:
     for is_manual in (False, True):
         module = _Masked(is_manual)
-        lightning_programs.trainer(rank, world, 3, max_steps=1).fit(module, lightning_programs.loader(rank, world))
+        before = module.blocks[1].linear.weight.detach().clone()
+        callbacks = [_MasksGradients()]
+        trainer = lightning_programs.trainer(rank, world, 3, max_steps=1, callbacks=callbacks)
+        trainer.fit(module, lightning_programs.loader(rank, world))
         assert module.sums == [6.0]
+        changes = trainer.strategy.full_param(module.blocks[1].linear.weight) - before
+        assert changes[0].count_nonzero() > 0
+        assert changes[1:].count_nonzero() == 0
 
 
-def test_steps_and_closures_are_no_code_of_the_optimizer() -> None:
+def test_steps_closures_and_callbacks_are_no_code_of_the_optimizer() -> None:
     worlds.run(_mask, 2)

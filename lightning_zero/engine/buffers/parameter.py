@@ -24,6 +24,7 @@ Note [Subclasses of nn.Parameter]
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import types
 import weakref
@@ -791,16 +792,33 @@ def call_program(closure: Callable[[], Any]) -> Any:
     return closure()
 
 
+# Functions that call code of the program, the second its hooks around a step.
+_CALLERS = {call_program.__code__, torch.optim.Optimizer.profile_hook_step(lambda: None).__code__}
+
+
 def _is_optimizer_running() -> bool:
     """Say whether a method of an optimizer is running, its constructor for example, and nothing of the program in it.
 
-    Methods of modules and closures of steps are of the program.
+    Methods of modules, closures of steps and hooks are of the program, also those that have an optimizer as argument.
     """
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not call_program.__code__:
+    while frame is not None and frame.f_code not in _CALLERS:
         names = frame.f_code.co_varnames
         first = frame.f_locals.get(names[0]) if frame.f_code.co_argcount else None
-        if isinstance(first, (torch.optim.Optimizer, nn.Module)):
-            return not isinstance(first, nn.Module)
+        if isinstance(first, nn.Module):
+            return False
+        if isinstance(first, torch.optim.Optimizer):
+            cls = _class_with(frame.f_code, type(first))
+            if cls is not None:
+                return cls is not torch.optim.Optimizer  # what that calls outside of its subclasses are hooks
         frame = frame.f_back
     return False
+
+
+def _class_with(code: types.CodeType, cls: type) -> type | None:
+    """Return the class of optimizers that defines a method; `LightningOptimizer`, which is a base too, is none."""
+    for base in cls.__mro__:
+        method = vars(base).get(code.co_name) if issubclass(base, torch.optim.Optimizer) else None
+        if callable(method) and getattr(inspect.unwrap(method), "__code__", None) is code:
+            return base
+    return None

@@ -247,6 +247,27 @@ def test_a_tensor_that_a_closure_of_a_step_makes_in_the_shape_of_a_released_para
     assert optimizer.step(lambda: torch.zeros_like(module.weight)).untyped_storage().nbytes() == 4
 
 
+def _mask_of(optimizer: torch.optim.Optimizer, *_: Any) -> torch.Tensor:
+    return _first_row(optimizer.param_groups[0]["params"][0])
+
+
+class _Repeating(_Stepping):
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def test_a_tensor_that_a_function_or_hook_makes_of_an_optimizers_released_parameter_has_memory() -> None:
+    optimizer = _Repeating([_released(_Owner())], lr=0.1)
+    sums = [_mask_of(optimizer).sum()]
+    hook = lambda optimizer, *_: sums.append(_mask_of(optimizer).sum())  # noqa: E731
+    optimizer.register_step_pre_hook(hook)
+    optimizer.register_step_post_hook(hook)
+    optimizer.register_state_dict_pre_hook(hook)
+    optimizer.step(lambda: None)
+    optimizer.state_dict()
+    assert sums == [3.0] * 6
+
+
 def test_a_read_of_the_gradient_brings_it() -> None:
     owner = _Owner()
     for cls in (ReducedParameter, ReleasedParameter):
