@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = ["OTHER_STATES", "after_loading", "before_loading", "own_entries"]
 
 OTHER_STATES = "other_states"  # key of a saved optimizer by name: entries of `optimizer.state` that are of no parameter
 _KEPT = frozenset({"state", "param_groups", OTHER_STATES, SEGMENTS})
+_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
@@ -145,32 +147,70 @@ def after_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def _load_entries(optimizer: Optimizer, entries: Mapping[str, Any]) -> None:
     """Call the optimizer's own `load_state_dict` without states, and leave states and hooks as they are.
 
-    Behind PyTorch's part of it (`super().load_state_dict`) the optimizer has its states and groups.
+    Behind PyTorch's part of it (`super().load_state_dict`, or that of an optimizer that it wraps) the optimizer has its
+    states and groups.
 
     Raises:
         ValueError: It asks for entries that are not there.
     """
-    state, groups = optimizer.state, optimizer.param_groups
-    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    before = {name: vars(optimizer)[name] for name in hooks}
-
-    def put_back(optimizer: Optimizer) -> None:
-        for mine, changed in zip(groups, optimizer.param_groups, strict=True):
-            mine.update({key: value for key, value in changed.items() if key != "params"})
-        optimizer.state, optimizer.param_groups = state, groups
-
-    vars(optimizer).update(dict(zip(hooks, (OrderedDict(), OrderedDict({0: put_back})), strict=True)))
+    groups = optimizer.param_groups
     numbers = iter(range(sum(len(group["params"]) for group in groups)))
     counted = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+    with ExitStack() as stack:
+        for wrapped in _wrapped_by(optimizer):
+            stack.enter_context(_kept(wrapped, _shared(wrapped, optimizer), hooks=vars(wrapped)))
+        stack.enter_context(_kept(optimizer, _shared(optimizer, optimizer), hooks={}))
+        try:
+            optimizer.load_state_dict({"state": {}, "param_groups": counted, **copy.deepcopy(dict(entries))})
+        except LookupError as error:
+            raise ValueError(
+                f"`{type(optimizer).__name__}.load_state_dict` was called without the states of parameters and without"
+                f" tensors that its `state_dict` adds ({type(error).__name__}: {error}). Read them from"
+                " `self.state[param]` behind `super().load_state_dict(...)`, where they are loaded."
+            ) from error
+
+
+@contextmanager
+def _kept(optimizer: Optimizer, values: Mapping[str, Any], hooks: Mapping[str, Any]) -> Iterator[None]:
+    """Leave attributes of an optimizer as they are, between its `load_state_dict` and `hooks` behind it too.
+
+    Options of groups that are loaded are taken over.
+    """
+
+    def put_back(optimizer: Optimizer) -> None:
+        groups = values.get("param_groups", optimizer.param_groups)
+        for mine, changed in zip(groups, optimizer.param_groups, strict=True):
+            mine.update({key: value for key, value in changed.items() if key != "params"})
+        vars(optimizer).update(values)
+
+    before = {name: vars(optimizer).get(name, OrderedDict()) for name in _HOOKS}
+    pre_hooks, post_hooks = (hooks.get(name, {}) for name in _HOOKS)
+    during = OrderedDict(pre_hooks), OrderedDict({-1: put_back, **post_hooks})
+    vars(optimizer).update(zip(_HOOKS, during, strict=True))
     try:
-        optimizer.load_state_dict({"state": {}, "param_groups": counted, **copy.deepcopy(dict(entries))})
+        yield
         put_back(optimizer)
-    except LookupError as error:
-        raise ValueError(
-            f"`{type(optimizer).__name__}.load_state_dict` was called without the states of parameters and without"
-            f" tensors that its `state_dict` adds ({type(error).__name__}: {error}). Read them from `self.state[param]`"
-            " behind `super().load_state_dict(...)`, where they are loaded."
-        ) from error
     finally:
-        vars(optimizer).update(before)
-        optimizer.state, optimizer.param_groups = state, groups
+        vars(optimizer).update({**before, **values})
+
+
+def _shared(optimizer: Optimizer, other: Optimizer) -> dict[str, Any]:
+    """Return the states and groups that an optimizer itself has, as far as another one has them too."""
+    groups = {id(group) for group in other.param_groups}
+    is_shared = {
+        "state": optimizer.state is other.state,
+        "param_groups": any(id(group) in groups for group in optimizer.param_groups),
+    }
+    return {name: value for name, value in vars(optimizer).items() if is_shared.get(name)}
+
+
+def _wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that an optimizer has, at any depth."""
+    found = {id(optimizer): optimizer}
+    left = [optimizer]
+    while left:
+        for value in _leaves(list(vars(left.pop()).values())):
+            if isinstance(value, Optimizer) and id(value) not in found:
+                found[id(value)] = value
+                left.append(value)
+    return list(found.values())[1:]

@@ -144,6 +144,28 @@ class Linked(Momentum):
             self.num_averages += sum(torch.is_tensor(self.state[param]["average"]) for param in group["params"])
 
 
+class Delegating(Optimizer):
+    """Has the states and groups of an optimizer that it wraps and lets it step, save and load, as timm's Lookahead."""
+
+    def __init__(self, params: Any) -> None:
+        self.base = Momentum(params)
+        super().__init__(self.base.param_groups, {})
+        self.state, self.param_groups = self.base.state, self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.state, self.param_groups = self.base.state, self.base.param_groups
+        for group in self.param_groups:
+            assert all("average" in self.state[param] for param in group["params"])
+            group["is_loaded"] = True
+
+
 class Listing(Momentum):
     """Saves its states under another key too, and reads them there."""
 
@@ -229,15 +251,19 @@ def _make(optimizer: type[Optimizer], stage: int = 3) -> tuple[Any, Any, Any]:
 
 
 def _link(rank: int, world: int, path: str) -> None:
-    for optimizer in (Linked, Listing):
+    for optimizer in (Linked, Delegating, Listing):
         engine, model, ours = _make(optimizer)
         programs.step(engine, model, ours, 0)
         directory.save(engine, programs.snapshot(engine, model, ours), f"{path}-{optimizer.__name__}", full=False)
-    engine, model, ours = _make(Linked)
-    programs.restore(engine, model, ours, f"{path}-Linked")
-    assert ours.base.param_groups is ours.param_groups
-    assert ours.base.state is ours.state
-    assert ours.num_averages == len(ours.state) > 0
+    for optimizer in (Linked, Delegating):
+        engine, model, ours = _make(optimizer)
+        groups = [ours.param_groups, ours.base.param_groups]
+        programs.restore(engine, model, ours, f"{path}-{optimizer.__name__}")
+        assert [id(ours.param_groups), id(ours.base.param_groups)] == [id(one) for one in groups]
+        assert ours.base.param_groups[0] is ours.param_groups[0]
+        assert ours.base.state is ours.state
+        assert len(ours.state) > 0
+        assert ours.num_averages == len(ours.state) if optimizer is Linked else ours.param_groups[0]["is_loaded"]
     engine, model, ours = _make(Listing)
     with pytest.raises(ValueError, match=r"`Listing.load_state_dict` was called without .*KeyError: 'averages'"):
         programs.restore(engine, model, ours, f"{path}-Listing")
