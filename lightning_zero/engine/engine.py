@@ -200,15 +200,17 @@ class ZeroEngine:
     def unshard(self) -> nn.Module:
         """Return the module with whole parameters in their own dtype, and close the engine.
 
-        On a grid a rank's parameters are its parts again. Collective: all ranks.
+        Parameters that the program has converted since the last run (``module.double()``) stay as they are. On a grid a
+        rank's parameters are its parts again. Collective: all ranks.
         """
         module = self._state.require_module()
+        converted = self._internals.fits.converted()
         if self._internals.fits.parts is not None:
             self._internals.fits.parts.end()
         self._state.let_go()
         self._state.drop_gradients()
         held = [param for param in module.parameters() if param in self._state.param_index]  # others came later
-        values = {param: self._part_here(param).to(self._original_dtype(param)) for param in held}
+        values = {param: self._part_here(param).to(self._original_dtype(param)) for param in held} | converted
         self._close()
         aliases = [one for buffer in self._state.buffers for one in buffer.aliases.values()]
         for one in aliases:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.engine_state import EngineState
@@ -92,6 +94,18 @@ class FitControl:
         self._state.require_module()
         for buffer in self._state.buffers:
             buffer.values.are_torn = buffer.kind.trained
+
+    def converted(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the tensors of another dtype that ``.data`` of whole parameters was pointed to. No collective.
+
+        A pipeline stage has some of a module's parameters only, and takes such tensors back into its own dtypes.
+        """
+        buffers = [] if self.parts is not None else self._state.buffers
+        return {param: values for buffer in buffers for param, values in buffer.converted().items()}
+
+    def any_is_converted(self) -> bool:
+        """Say whether the program has given parameters another dtype, on any rank. Collective: all ranks."""
+        return self._state.communicator.any_is(bool(self.converted()), "dtypes of parameters between two runs")
 
     def make_equal(self) -> None:
         """Give all ranks the whole parameters that the first one shows, before ``resume``. Collective: all ranks.

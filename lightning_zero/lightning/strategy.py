@@ -407,7 +407,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._cutting,
             type(layer_sync),
         )  # fmt: skip
-        if engine is not None and (kept_for != made_for or kept_places != self._places(module, layer_sync)):
+        if engine is not None and (
+            kept_for != made_for
+            or kept_places != self._places(module, layer_sync)
+            or engine.internals.fits.any_is_converted()
+        ):
             if engine.internals.fits.unshard_rounds:
                 rank_zero_warn(_ROUNDED)
             engine.unshard()

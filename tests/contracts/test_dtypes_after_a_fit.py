@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
-from tests.lightning_programs import STAGES, WORLD, Net, loader, seeded, trainer, weights
+from tests.lightning_programs import STAGES, WORLD, Net, assert_equal, data, loader, seeded, trainer, weights
 from tests.worlds import run
 
 
@@ -62,3 +63,26 @@ def _after(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_module_has_its_own_dtype_after_a_run_of_the_trainer(stage: int) -> None:
     run(_after, WORLD, stage)
+
+
+def _fit_converted(rank: int, world: int, stage: int, dtype: torch.dtype) -> None:
+    batches = TensorDataset(*(tensor.to(dtype) for tensor in data().tensors))
+    module, plain = seeded(Net), seeded(Net)
+    first = trainer(rank, world, stage, max_epochs=1)
+    first.fit(module, loader(rank, world))
+    plain.load_state_dict(weights(first))
+    del first
+    ended = []
+    for one in (module, plain):
+        again = trainer(rank, world, stage, max_epochs=1)
+        again.fit(one.to(dtype), loader(rank, world, dataset=batches))
+        ended.append(weights(again))
+        assert {param.dtype for param in one.parameters()} == {dtype}
+    assert_equal(*ended)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_a_module_that_is_converted_between_two_runs_trains_in_its_new_dtype(stage: int, dtype: torch.dtype) -> None:
+    """The engine that the module kept copied the values back into its own dtype, in silence."""
+    run(_fit_converted, WORLD, stage, dtype)

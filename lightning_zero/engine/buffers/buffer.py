@@ -419,6 +419,18 @@ class FlatBuffer:
         names = (slot.name for slot in self.layout.slots)
         return {name: sum(both) for name, *both in zip(names, self._num_collected, pending, strict=True)}
 
+    def converted(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the tensors of another dtype than the shown one that ``.data`` of whole parameters was pointed to."""
+        if not self.is_whole or self.is_stale:
+            return {}
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = enumerate(zip(self.params, self._shown_views, strict=True))
+            return {
+                param: param.detach()
+                for index, (param, view) in shown
+                if index not in self.entered and param.dtype != view.dtype
+            }
+
     def _addresses(self) -> list[int]:
         base, size = self.shown.data_ptr(), self.shown.element_size()
         return [base + slot.offset * size if slot.numel else 0 for slot in self.layout.slots]
