@@ -398,7 +398,6 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             parallelism.begin(module)
         recipe = self._recipe()
         engine = next((engine for engine in _made_for if engine.module is module), None)
-        let_engines_go(module)
         kept_for, kept_sync, kept_places = (None, None, None) if engine is None else _made_for[engine]
         layer_sync = self._layer_sync if is_fitting else kept_sync  # as under DDPStrategy, for fits only
         are_torn = are_rounded = False
@@ -415,6 +414,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             if engine.internals.fits.unshard_rounds:
                 rank_zero_warn(_ROUNDED)
             engine.unshard()
+            self._engine = None
             are_torn = engine.internals.fits.are_torn
             are_rounded = engine.internals.checkpoints.are_rounded
             engine = None
@@ -460,6 +460,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         engine.internals.fits.resume()
         # As under DDPStrategy, which makes them equal in every setup and wraps the module for fits only.
         engine.internals.steps.broadcast_module_buffers("scopes" if is_fitting else "never")
+        let_engines_go(module)  # this run is not refused any more, and its engine is the strategy's
         self._engine = self._step_plugin.engine = engine
         self._step_plugin.clipped_norms = {}
         self._step_plugin.around_hooks = nullcontext if self._steps is None else self._steps.around_hooks

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.config import Pipeline
+from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.lightning.places import let_engines_go
 from lightning_zero.lightning.strategy import ZeroStrategy
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
@@ -130,6 +131,33 @@ def test_a_module_keeps_its_engine_when_the_trainer_is_gone() -> None:
     """Whether a second Trainer found the values of all stages was decided by the garbage collector of each rank."""
     kept, dropped = (run(_evaluate_alone, 2, drops) for drops in (False, True))
     assert dropped == kept
+
+
+def _fit_refused(rank: int, world: int, fails: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    module = seeded(Net)
+    first = trainer(rank, world, ZeroStrategy(stage=1, **_cut(1)), max_epochs=1)
+    first.fit(module, loader(0, 1))
+    before = weights(first)
+    del first
+    module._trainer = None
+    second = trainer(rank, world, ZeroStrategy(stage=1, **_cut(1)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ZeroEngine, fails, lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.test(module, loader(0, 1), verbose=False)
+    del second
+    module._trainer = None
+    gc.collect()
+    third = trainer(rank, world, ZeroStrategy(stage=1, **_cut(1)))
+    third.test(module, loader(0, 1), verbose=False)
+    return before, weights(third)
+
+
+@pytest.mark.parametrize("fails", ["unshard", "shard"])
+def test_a_module_keeps_its_values_where_a_run_is_refused(fails: str) -> None:
+    """The engine, which alone had them, was let go before the error, so that the next run said that they are gone."""
+    for before, after in run(_fit_refused, 2, fails):
+        assert_equal(after, before)
 
 
 def _evaluate_orphan(rank: int, world: int) -> str:
