@@ -50,6 +50,7 @@ class EngineState:
         # - Set by `shard`
         self.module: nn.Module | None = None  # None again when the engine is closed
         self.engine: object | None = None  # hooks of the module keep it alive: it is found by its parameters
+        self.on_close: Callable[[], None] | None = None  # called when the engine is closed: who keeps it lets it go
         self.param_index = ParamIndex()
         self._made: ShardedModule | None = None
         # - Set by `attach`
@@ -173,6 +174,8 @@ class EngineState:
             self.sharded.close()
             self.module = None
             self.engine = None
+            if self.on_close is not None:
+                self.on_close()
 
     # -- The parts ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -62,6 +63,10 @@ class FitControl:
         self._state.drop_gradients()
 
     # -- Values ----------------------------------------------------------------------------------------------------
+
+    def when_closed(self, act: Callable[[], None]) -> None:
+        """Call ``act``, and no earlier one, when the engine is closed."""
+        self._state.on_close = act
 
     def pause(self) -> None:
         """Let the module compute as if it were not sharded, until ``resume``. No collective.

@@ -6,6 +6,7 @@ Many programs make a loss with weights anew in every `setup`: modules that have 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -43,8 +44,9 @@ class _KeptEngine:
 
 
 def keep_engine(module: nn.Module, engine: ZeroEngine) -> None:
-    """Let a module keep its engine until its next run: the Trainer, which has it too, may be gone by then."""
+    """Let a module keep its engine until its next run or ``close``, also where the Trainer is gone by then."""
     vars(module)[_KEY] = _KeptEngine(engine)
+    engine.internals.fits.when_closed(partial(let_engines_go, module))
 
 
 def let_engines_go(module: nn.Module) -> None:

@@ -873,7 +873,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._stored.clear()
-        if self._engine is not None:
+        if self._engine is not None and self._engine.module is not None:
             keep_engine(self._sharded_module, self._engine)
         try:
             self._finish_saving()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torchmetrics.classification import BinaryPrecisionRecallCurve
 
+from lightning_zero.engine.engine import ZeroEngine
 from lightning_zero.lightning.places import (
     buffer_places_of,
     convert_buffers,
@@ -86,11 +87,24 @@ def test_buffers_of_all_modules_are_converted_and_parameters_are_not() -> None:
 
 
 def test_a_module_keeps_its_engine_and_copies_of_it_do_not() -> None:
-    module, engine = nn.Sequential(nn.Linear(2, 2)), object()
-    held: Any = engine
-    keep_engine(module, held)
+    module, engine = nn.Sequential(nn.Linear(2, 2)), ZeroEngine()
+    keep_engine(module, engine)
     assert [one for one in gc.get_referrers(engine) if type(one).__name__ == "_KeptEngine"]
     assert vars(copy.deepcopy(module))["_zero_engine"] is None
     assert vars(pickle.loads(pickle.dumps(module)))["_zero_engine"] is None
     let_engines_go(nn.Sequential(module))
     assert not [one for one in gc.get_referrers(engine) if type(one).__name__ == "_KeptEngine"]
+
+
+@pytest.mark.parametrize("end", [ZeroEngine.unshard, ZeroEngine.close])
+def test_an_engine_that_is_closed_is_not_kept(end: Callable[[ZeroEngine], object]) -> None:
+    """Its masters, gradients and whole buffers stayed in memory as long as the module."""
+    engine = ZeroEngine(stage=1)
+    module = engine.shard(nn.Sequential(nn.Linear(2, 2)))
+    engine.internals.fits.pause()
+    keep_engine(module, engine)
+    end(engine)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
