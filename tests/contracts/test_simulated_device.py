@@ -34,6 +34,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     **{f"stage{stage}": {"stage": stage} for stage in range(4)},
     **{f"stage{stage}-deferred": {"stage": stage, "step": "deferred"} for stage in range(4)},
     "stage2-early": {"stage": 2, "step": "backward"},
+    "stage1-cpu": {"stage": 1, "offload": Offload(optimizer="cpu", step_device="cpu")},
+    "stage1-streamed": {"stage": 1, "offload": Offload(optimizer="cpu", step_device="cuda")},
     "stage2-cpu": {"stage": 2, "offload": Offload(optimizer="cpu", step_device="cpu")},
     "stage3-cpu": {"stage": 3, "offload": Offload(optimizer="cpu", step_device="cpu")},
     "stage3-cpu-now": {"stage": 3, "offload": Offload(optimizer="cpu", step_device="cpu"), "step": "now"},
@@ -363,6 +365,7 @@ def test_the_host_never_waits_for_a_step_on_the_device(world: int, case: str) ->
 
 # By buffer, in a step with offload: what the host steps has to be there, and below stage 3 what it has rounded is sent.
 WAITS = {
+    "stage1-cpu": 3,
     "stage2-cpu": 3,
     "stage3-cpu": 1,
     "stage3-cpu-now": 1,
@@ -388,6 +391,13 @@ def test_the_host_waits_for_few_copies_of_offloaded_buffers(case: str) -> None:
     _, placement, precision = split_case(case)
     for waits in worlds.run(_waits, 2, case):
         assert sum(waits.values()) <= WAITS[placement] * NUM_BUFFERS[precision] + 2, waits
+
+
+@pytest.mark.parametrize("placement", ["stage1-cpu", "stage1-streamed"])
+def test_the_host_waits_for_no_average_on_its_way_to_a_step_below_stage_2(placement: str) -> None:
+    """A thread does, or a step on the device, where the average is already."""
+    for waits in worlds.run(_waits, 2, f"accumulated-{placement}-fp32"):
+        assert not [place for place in waits if "bring_gradient" in place or place.startswith("pageable")]
 
 
 def _gathers_of_masters(rank: int, world: int) -> list[bool]:
@@ -560,7 +570,8 @@ def test_bytes_on_the_device_are_those_of_the_accounts(case: str) -> None:
     for counted, memory in worlds.run(_bytes_at_the_end_of_backward, 2, case):
         assert abs(counted - sum(memory.values())) <= 128  # scalars
         offload = PLACEMENTS[split_case(case)[1]].get("offload", Offload(optimizer=None))
-        assert (memory["gradients"] == 0) == (offload.optimizer is not None)
+        is_away = offload.optimizer is not None and PLACEMENTS[split_case(case)[1]]["stage"] >= 2
+        assert (memory["gradients"] == 0) == is_away
 
 
 # -- Mutants: each order, not heard ------------------------------------------------------------------------------------

@@ -174,8 +174,11 @@ class Home:
         raise NotImplementedError
 
     def bring_gradient(self, average: torch.Tensor) -> torch.Tensor:
-        """Return an average that is not kept here (stages 0 and 1) for a step."""
+        """Return an average that is not kept here (stages 0 and 1) for a step; ``await_brought`` before it is used."""
         return average
+
+    def await_brought(self) -> None:
+        """Return when the averages of ``bring_gradient`` have come."""
 
     def lend_gradient(self, gradient: torch.Tensor) -> None:
         """Take a gradient shard back when the step that may be running has read it."""
@@ -267,6 +270,7 @@ class HostHome(Home):
         super().__init__(store, spec, flush)
         self._host = store
         self._landing = Landing()  # of the gradient shard
+        self._brought = Landing()  # of averages for a step
         self._num_tensors = 0  # in its memory when it was sent there
         self._fetched: _Fetched | None = None
 
@@ -319,9 +323,22 @@ class HostHome(Home):
         return self._send(average, gradient)
 
     def bring_gradient(self, average: torch.Tensor) -> torch.Tensor:
-        """Return a copy of an average in host memory."""
-        with torch.inference_mode(False), torch.no_grad():
-            return average.to(self.device, copy=True)
+        """Start copying an average here, and lend the copy to the step; one on the device takes the average itself."""
+        if self.steps_on is not None:
+            return average
+        copy = self._host.create("gradients", average.numel(), average.dtype)
+        self._brought = self._device.copies.down(copy, average)  # behind earlier ones, in one stream
+        self.lend_gradient(copy)
+        return copy
+
+    def await_brought(self) -> None:
+        """Return when the averages of ``bring_gradient`` have come."""
+        self._brought.finish()
+
+    def give_back_lent(self) -> None:
+        """Give memory of gradients back that a step has read, or that a rank without elements has not."""
+        self.await_brought()
+        super().give_back_lent()
 
     def expect_rounding(self, nbytes: int) -> None:
         """Make staging slots that hold the rounded values."""

@@ -325,11 +325,11 @@ class FlatStep:
                 moments=moments,
                 grad=gradient[lo:hi],
                 out=None if rounding is None else rounding.out[lo:hi],
-                factor=None if factor is None else factor.to(gradient.device),
+                factor=None if factor is None else factor.to(stepped.device),
                 tails=_tails(buffer, members, lo) if stepped.is_cpu else (),
             )
             if not calls:
-                calls.append(buffer.values.shard.await_uploads)
+                calls += [buffer.home.await_brought, buffer.values.shard.await_uploads]
             calls += [call] if rounding is None else rounding.around(call, lo, hi)
         if rounding is not None:
             buffer.values.note_rounded(indices)

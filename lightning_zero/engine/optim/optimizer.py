@@ -440,8 +440,9 @@ class ShardedOptimizer:
         """Make the steps of buffers with flat states that are not deferred: once each, for all groups."""
         assert self._flat_step is not None
         due = [buffer for buffer in self.buffers if self._flat_step.has_calls(buffer) and not self._is_deferred(buffer)]
-        for update in [self._update(buffer) for buffer in due]:
+        for buffer, update in [(buffer, self._update(buffer)) for buffer in due]:
             update.finish()
+            buffer.home.give_back_lent()
 
     def _is_deferred(self, buffer: FlatBuffer) -> bool:
         """Say whether the step of a buffer is deferred: not if hooks of the program behind it see its values."""

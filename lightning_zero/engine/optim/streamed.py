@@ -39,19 +39,20 @@ def step_streamed(
         number: Of the step.
         param: (n,) the master; written.
         moments: Its moments; written.
-        grad: (n,).
+        grad: (n,), offloaded as well, or on the device.
         out: (n,) on the device, or offloaded as well; takes the rounded parameters.
         factor: () multiplies the gradient.
         tails: See ``lightning_zero_ops/chunks.py``.
     """
     with copies.stepping(behind):
-        there = [torch.empty_like(one, device=device).copy_(one, non_blocking=True) for one in (param, *moments, grad)]
+        there = [torch.empty_like(one, device=device).copy_(one, non_blocking=True) for one in (param, *moments)]
+        grad = torch.empty_like(grad, device=device).copy_(grad, non_blocking=True) if grad.is_cpu else grad
         factor = None if factor is None else factor.to(device)
         rounded = torch.empty_like(out, device=device) if out is not None and out.is_cpu else out
         step(
-            group, number, param=there[0], moments=there[1:-1], grad=there[-1], out=rounded, factor=factor, tails=tails
+            group, number, param=there[0], moments=there[1:], grad=grad, out=rounded, factor=factor, tails=tails
         )  # fmt: skip
-        for target, source in zip((param, *moments), there[:-1], strict=True):
+        for target, source in zip((param, *moments), there, strict=True):
             target.copy_(source, non_blocking=True)
         if out is not None and rounded is not None and rounded is not out:
             out.copy_(rounded, non_blocking=True)
