@@ -249,7 +249,7 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def reset_most_allocated(device: torch.device) -> None:
-    """Measure ``most_allocated`` of a CUDA device anew, from what is allocated now."""
+    """Measure ``most_allocated`` of a CUDA device anew, from the present allocation."""
     torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -475,9 +475,8 @@ class BufferGradients:
 
     def mark_reduced(self) -> None:
         """Let reads of ``grad`` find reduced gradients, and ``zero_grad`` those that wait for the last micro-batch."""
-        if not (self._spec.sharding.params or self.has_grad or self.given_out or self.sums.slots):
-            return
-        for index, param in enumerate(self._spec.params):
+        is_due = self._spec.sharding.params or any([self.has_grad, self.given_out, self.sums.slots])
+        for index, param in enumerate(self._spec.params if is_due else ()):
             if is_plain(param) and self.is_asked_for(index):
                 swap_class(param, ReducedParameter)
 
@@ -499,7 +498,7 @@ class BufferGradients:
 
     def is_asked_for(self, index: int) -> bool:
         """Say whether a parameter is a ``ReducedParameter`` while it is whole: its reads are watched."""
-        if index in self.has_grad or index in self.given_out or index in self.sums.slots:
+        if any([index in self.has_grad, index in self.given_out, index in self.sums.slots]):
             return True
         return bool(self._spec.sharding.params) and user_class(self._spec.params[index]) is nn.Parameter
 
