@@ -148,6 +148,8 @@ class MemoryForecast:
         precision: As in the Trainer.
         settings: The forecasts.
         base: Options of the strategy that all settings have, ``state_dict_type`` always.
+        trainer: Arguments of the Trainer that a strategy of ``from_deepspeed`` sets.
+        left_out: The parts of its configuration that ``yaml`` does not have, in words.
         notes: Sentences about the module and the assumptions.
     """
 
@@ -155,6 +157,8 @@ class MemoryForecast:
     precision: str
     settings: Sequence[SettingForecast]
     base: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
     notes: Sequence[str] = ()
 
     @property
@@ -182,9 +186,10 @@ class MemoryForecast:
             "class_path": "lightning_zero.ZeroStrategy",
             "init_args": {**base, **forecast.setting.options},
         }
-        content = {"trainer": {"precision": self.precision, "strategy": strategy}}
+        content = {"trainer": {"precision": self.precision, **self.trainer, "strategy": strategy}}
         text: str = yaml.safe_dump(content, sort_keys=False, default_flow_style=False)
-        return text
+        head = [f"# Without {one}: `python -m lightning_zero convert-config` writes it.\n" for one in self.left_out]
+        return "".join([*head, text])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the forecasts as numbers and names, for JSON."""

@@ -42,6 +42,7 @@ from lightning_zero.lightning.forecast_options import (
 )
 from lightning_zero.lightning.imported_config import ImportedConfig
 from lightning_zero.lightning.precision import (
+    LossScale,
     ZeroStep,
     engine_precision,
 )
@@ -132,6 +133,15 @@ def estimate_memory(
     )
     engines = _Engines(strategy, plugin, accelerator, ranks_per_node)
     own = _own(strategy)
+    forecast = partial(
+        MemoryForecast,
+        world_size=world_size,
+        precision=name,
+        base={**_base(strategy), **_loss_scale(imported, plugin)},
+        trainer=_trainer(imported, accumulate_grad_batches),
+        left_out=_left_out(imported),
+        notes=model.notes,
+    )
     with _quiet(), seeded():
         settings = _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
     if strategy.pipeline is not None:
@@ -153,9 +163,7 @@ def estimate_memory(
         )
         if memory is None and accelerator != "cpu":
             model.notes.extend(_assumptions(strategy, rows))
-        return MemoryForecast(
-            world_size=world_size, precision=name, settings=rows, base=_base(strategy), notes=model.notes
-        )
+        return forecast(settings=rows)
     rehearsed: Any = partial(
         _rehearsed, engines=engines, world_size=world_size, known={}, accelerator=accelerator, memory=memory
     )
@@ -183,7 +191,7 @@ def estimate_memory(
         ]
     if memory is None and accelerator != "cpu":
         model.notes.extend(_assumptions(strategy, rows))
-    return MemoryForecast(world_size=world_size, precision=name, settings=rows, base=_base(strategy), notes=model.notes)
+    return forecast(settings=rows)
 
 
 def _forecast(
@@ -307,6 +315,28 @@ def _base(strategy: ZeroStrategy) -> dict[str, Any]:
     given, default = _shared(strategy), _shared(ZeroStrategy(strategy.sharding))
     found = {name: value for name, value in given.items() if value != default[name] or name == "state_dict_type"}
     return {name: plain(value) for name, value in found.items()}
+
+
+def _loss_scale(imported: ImportedConfig | None, plugin: ZeroStep) -> dict[str, Any]:
+    """Return the option ``loss_scale`` that a configuration of DeepSpeed sets, or nothing."""
+    scale = None if imported is None else imported.loss_scale(plugin)
+    return {"loss_scale": plain(scale)} if scale not in (None, LossScale()) else {}
+
+
+def _trainer(imported: ImportedConfig | None, accumulate_grad_batches: int) -> dict[str, Any]:
+    """Return the arguments of the Trainer that a configuration of DeepSpeed sets, besides the precision."""
+    if imported is None:
+        return {}
+    clipping = {"gradient_clip_val": imported.plan.clipping} if imported.plan.clipping else {}
+    accumulation = {"accumulate_grad_batches": accumulate_grad_batches} if accumulate_grad_batches > 1 else {}
+    return {**clipping, **accumulation}
+
+
+def _left_out(imported: ImportedConfig | None) -> list[str]:
+    if imported is None:
+        return []
+    sections = {"optimizer": imported.plan.optimizer, "scheduler": imported.plan.schedule}
+    return [f"the section `{name}` of DeepSpeed's configuration" for name, made in sections.items() if made is not None]
 
 
 def _shared(strategy: ZeroStrategy) -> dict[str, Any]:

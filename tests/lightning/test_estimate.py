@@ -20,6 +20,7 @@ from lightning_zero import LayerSpec, Offload, Pipeline, Sharding, ZeroStrategy
 from lightning_zero.forecast.report import table
 from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast
 from lightning_zero.lightning.estimate import _OF_TRAINER, _SHARED, _VARIED, _base, estimate_memory
+from lightning_zero.lightning.precision import ZeroMixedPrecision
 
 WIDTH = 64
 
@@ -248,6 +249,24 @@ def test_a_configuration_of_deepspeed_is_the_strategy_that_it_stands_for() -> No
     assert found.own.device["optimizer"] > 0
     assert strategy.imported is not None
     assert not strategy.imported._settled
+
+
+def test_the_yaml_of_a_configuration_of_deepspeed_has_its_arguments_of_the_trainer() -> None:
+    """It had neither clipping, nor accumulation, nor the rule of the loss scale."""
+    config = {**DEEPSPEED, "bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale_window": 50}}
+    strategy = ZeroStrategy.from_deepspeed(config)
+    found = estimate_memory(WithoutOptimizer(), strategy, world_size=2, batch=BATCH, side_by_side=False)
+    text = found.yaml(found.own)
+    assert "# Without the section `optimizer` of DeepSpeed's configuration: `python -m lightning_zero conv" in text
+    trainer = yaml.safe_load(text)["trainer"]
+    assert (trainer["precision"], trainer["gradient_clip_val"]) == ("16-mixed", 1.0)
+    assert trainer["accumulate_grad_batches"] == 3
+    same = ZeroStrategy(**trainer["strategy"]["init_args"])
+    assert strategy.imported is not None
+    assert same.loss_scale == strategy.imported.loss_scale(ZeroMixedPrecision("16-mixed", "cpu"))
+    assert same.communication == strategy.communication
+    plain = estimate_memory(Program(), world_size=1, batch=BATCH, side_by_side=False)
+    assert plain.yaml(plain.own).startswith("trainer:\n  precision: 32-true\n  strategy:")
 
 
 def test_what_differs_from_a_configuration_of_deepspeed_is_refused() -> None:
