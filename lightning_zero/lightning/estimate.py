@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -144,6 +144,8 @@ def estimate_memory(
     )
     with _quiet(), seeded():
         settings = _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
+        if strategy.pipeline is not None or _has_axes(strategy):
+            model.take_notes()
     if strategy.pipeline is not None:
         if loss is not None:
             raise ValueError("`loss` is not forecast with `pipeline`, whose stages run `training_step`. Leave it out.")
@@ -408,6 +410,11 @@ class _Model:
         """Say whether activation checkpointing finds repeated blocks."""
         with DryRun():
             return any(True for _ in repeated_blocks(self._new()))
+
+    def take_notes(self) -> None:
+        """Take notes on the module, which fits make elsewhere; none if it cannot be made without a Trainer."""
+        with DryRun(), suppress(ValueError):
+            self._new()
 
     def _new(self) -> nn.Module:
         module = new_module(self.module)

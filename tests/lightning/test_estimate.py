@@ -19,6 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lightning_zero import LayerSpec, Offload, Pipeline, Sharding, ZeroStrategy
 from lightning_zero.forecast.report import table
 from lightning_zero.forecast.settings import MemoryForecast, Setting, SettingForecast
+from lightning_zero.lightning import estimate
 from lightning_zero.lightning.estimate import _OF_TRAINER, _SHARED, _VARIED, _base, estimate_memory
 from lightning_zero.lightning.precision import ZeroMixedPrecision
 
@@ -424,6 +425,18 @@ def test_modes_stay_and_what_eval_mode_turns_off_is_said() -> None:
     ]
     assert table(found).endswith(found.notes[0])
     assert found.as_dict()["notes"] == found.notes
+
+
+@pytest.mark.parametrize("option", ["pipeline", "tensor_parallel"])
+def test_modes_are_said_of_modules_that_are_fitted(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were said only beside other settings."""
+    monkeypatch.setattr(estimate, "forecast_stages", lambda *args, **kwargs: [])
+    module = Program(Recomputes)
+    module.net.eval()
+    strategy = ZeroStrategy(stage=1, **{option: 2})
+    found = estimate_memory(module, strategy, world_size=2, batch=BATCH, accelerator="cpu", side_by_side=False)
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith("`net` has `gradient_checkpointing` and is in eval mode")
 
 
 class Drops(nn.Module):
