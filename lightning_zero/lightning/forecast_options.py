@@ -87,7 +87,10 @@ def accumulation_of(given: int, strategy: ZeroStrategy, world_size: int) -> int:
     Raises:
         ValueError: Another number is given.
     """
-    wanted = None if strategy.imported is None else strategy.imported.plan.batch.accumulation_on(world_size)
+    ranks = 1 if strategy.pipeline is None else strategy.pipeline.stages
+    ranks *= 1 if strategy.tensor_parallel is None else strategy.tensor_parallel.size
+    copies = max(world_size // ranks, 1)  # of the model, each with a slice of the batch
+    wanted = None if strategy.imported is None else strategy.imported.plan.batch.accumulation_on(copies)
     if wanted is None or wanted == given:
         return given
     if given != 1:

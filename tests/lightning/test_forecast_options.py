@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_zero import Offload, ZeroStrategy
-from lightning_zero.lightning.forecast_options import on_cpu, precision_of, refuse_unforecast, without_meta
+from lightning_zero.lightning.forecast_options import (
+    accumulation_of,
+    on_cpu,
+    precision_of,
+    refuse_unforecast,
+    without_meta,
+)
 
 
 def test_short_names_of_precisions_are_known() -> None:
@@ -32,3 +40,10 @@ def test_tensors_without_values_become_ordinary_ones() -> None:
     assert {one.device.type for one in (*module.parameters(), *module.buffers())} == {"cpu"}
     assert module[0].bias is module[1].bias
     assert torch.equal(on_cpu(torch.ones(2, device="meta")), torch.zeros(2))
+
+
+@pytest.mark.parametrize(("option", "expected"), [({}, 1), ({"pipeline": 2}, 2), ({"tensor_parallel": 2}, 2)])
+def test_accumulation_follows_from_the_copies_of_the_model(option: dict[str, Any], expected: int) -> None:
+    """All ranks counted, and the simulation of a fit was refused: its Trainer had another number."""
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    assert accumulation_of(1, ZeroStrategy.from_deepspeed(config, **option), 4) == expected
