@@ -115,11 +115,6 @@ def estimate_memory(
     name = precision_of(precision, strategy, accelerator)
     plugin = new_precision(name)
     imported = strategy.imported
-    if imported is not None and (_has_axes(strategy) or strategy.pipeline is not None):
-        raise ValueError(
-            "A strategy of `ZeroStrategy.from_deepspeed` with `pipeline`, `tensor_parallel` or `expert_parallel` is not"
-            " forecast yet. Simulate it, or write its options down as those of `ZeroStrategy`."
-        )
     accumulate_grad_batches = accumulation_of(accumulate_grad_batches, strategy, world_size)
     model = _Model(
         module=module,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_zero.compat.deepspeed_config import DeepSpeedPlan, report
+from lightning_zero.compat.deepspeed_config import Batch, DeepSpeedPlan, report
 from lightning_zero.lightning.precision import LossScale, ZeroPrecision
 
 __all__ = ["ImportedConfig"]
@@ -41,6 +42,11 @@ class ImportedConfig:
         self._loss_scale = loss_scale
         self._settled: dict[str, str] = {}  # by key, its value in the Trainer
         self._was_announced = False
+
+    def without_batch(self) -> ImportedConfig:
+        """Return the configuration with accumulation and clipping left to the Trainer."""
+        plan = replace(self.plan, batch=Batch(), clipping=None, clipping_is_default=True)
+        return ImportedConfig(plan, self._loss_scale)
 
     # -- Precision -------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,9 @@ from tests.contracts.test_simulated_axes import AXES_MODELS, Fitted
 from tests.lightning_programs import trainer
 
 KINDS = ("parameters", "gradients", "optimizer")
+DEEPSPEED = {  # one copy of the model on two tensor ranks: two batches per step
+    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "bf16": {"enabled": True},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,24 @@ class Case:
     experts: int | None = None
     offload: str | None = None
     checkpointing: str | None = None
+    is_imported: bool = False  # from a configuration of DeepSpeed
 
     def __str__(self) -> str:
-        axes = (f"tensor{self.tensor}", f"experts{self.experts}", self.offload, self.checkpointing)
+        axes = (
+            f"tensor{self.tensor}",
+            f"experts{self.experts}",
+            self.offload,
+            self.checkpointing,
+            self.is_imported and "deepspeed",
+        )
         named = [str(one) for one in axes if one and not str(one).endswith("None")]
         return "-".join([self.model, f"stage{self.stage}", f"w{self.world}", *named])
 
     @property
     def strategy(self) -> ZeroStrategy:
+        if self.is_imported:
+            config = {**DEEPSPEED, "zero_optimization": {"stage": self.stage}}
+            return ZeroStrategy.from_deepspeed(config, tensor_parallel=self.tensor, expert_parallel=self.experts)
         return ZeroStrategy(
             stage=self.stage,  # type: ignore[arg-type]
             tensor_parallel=self.tensor,
@@ -67,7 +80,7 @@ def _fit(rank: int, world: int, case: Case) -> dict[str, int]:
     with host_apart(counter) as activations, counter:
         fit = trainer(rank, world, case.strategy, max_steps=3, callbacks=callbacks)
         module = Fitted(case.model)
-        fit.fit(module, DataLoader([batch] * 3, batch_size=None))
+        fit.fit(module, DataLoader([batch] * (6 if case.is_imported else 3), batch_size=None))
         gc.enable()
         counter.parts = tuple
     buffers = sum(one.nbytes for one in module.buffers())
@@ -107,6 +120,7 @@ def _matrix() -> Iterator[Case]:
     yield Case("moe", 3, 4, experts=2, checkpointing="full")
     yield Case("mixtral", 2, 2, experts=2, offload="cpu")
     yield Case("gpt", 1, 2, tensor=2, checkpointing="offload")
+    yield Case("llama", 2, 2, tensor=2, is_imported=True)
     yield Case("llama", 1, 2, tensor=2, checkpointing="partition")
     yield Case("mixtral", 2, 2, experts=2, checkpointing="offload")
 

@@ -38,6 +38,7 @@ class Case:
     precision: str = "32-true"
     clips: bool = False
     accumulates: int = 1
+    is_imported: bool = False  # the last four from a configuration of DeepSpeed
 
     def __str__(self) -> str:
         return "-".join(str(one) for one in vars(self).values() if one not in (None, False))
@@ -48,12 +49,36 @@ class Case:
         return 2 if self.checkpointing in (False, True, OFFLOADED) else 3
 
     def make_strategy(self) -> ZeroStrategy:
+        if self.is_imported:
+            config = {
+                "zero_optimization": {"stage": self.stage},
+                "bf16": {"enabled": self.precision == "bf16-mixed"},
+                "gradient_clipping": float(self.clips),
+                "train_micro_batch_size_per_gpu": 8,
+                "train_batch_size": 8 * self.copies * self.accumulates,
+            }
+            return ZeroStrategy.from_deepspeed(config, pipeline=self.pipeline)
         return ZeroStrategy(
             stage=self.stage,
             offload=self.offload,
             activation_checkpointing=self.checkpointing or None,
-            pipeline=Pipeline(stages=STAGES, microbatches=4, schedule=self.schedule),  # type: ignore[arg-type]
+            pipeline=self.pipeline,
         )
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return Pipeline(stages=STAGES, microbatches=4, schedule=self.schedule)  # type: ignore[arg-type]
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """Arguments of the Trainer."""
+        if self.is_imported:
+            return {}
+        return {
+            "precision": self.precision,
+            "gradient_clip_val": 1.0 if self.clips else None,
+            "accumulate_grad_batches": self.accumulates,
+        }
 
 
 def _batch() -> torch.Tensor:
@@ -82,9 +107,7 @@ def _fit(rank: int, world: int, case: Case) -> tuple[int, int, int]:
             case.make_strategy(),
             max_steps=case.num_steps,
             callbacks=[FromStep(counter, case.num_steps - 1), kept],
-            precision=case.precision,
-            gradient_clip_val=1.0 if case.clips else None,
-            accumulate_grad_batches=case.accumulates,
+            **case.trained,
         )
         fit.fit(Fitted(case.model), DataLoader([_batch()] * case.num_steps * case.accumulates, batch_size=None))
         gc.enable()
@@ -99,10 +122,10 @@ def _compare(case: Case) -> None:
         case.make_strategy(),
         world_size=world,
         batch=_batch(),
-        precision=case.precision,
+        precision=None if case.is_imported else case.precision,
         accelerator="cpu",
-        accumulate_grad_batches=case.accumulates,
-        clips=case.clips,
+        accumulate_grad_batches=1 if case.is_imported else case.accumulates,
+        clips=case.clips and not case.is_imported,
         side_by_side=False,
     ).own
     ran = worlds.run(_fit, world, case, timeout_s=250)
@@ -134,6 +157,7 @@ CASES = [
     Case("llama", 3, 2, True, "1f1b", None, "bf16-mixed", True),
     Case("gpt", 2, 2, False, "gpipe", "cpu", clips=True),
     Case("gpt", 1, 1, accumulates=2),
+    Case("gpt", 1, precision="bf16-mixed", clips=True, accumulates=2, is_imported=True),
     Case("gpt", 1, 1, OFFLOADED),
     Case("llama", 3, 2, OFFLOADED),
     Case("gpt", 2, 1, {"policy": "auto", "budget_bytes": 2**20}),

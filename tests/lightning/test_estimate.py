@@ -384,13 +384,6 @@ def test_grouped_products_of_experts_are_forecast(precision: str) -> None:
     assert found.at_peak["activations"] > 0
 
 
-@pytest.mark.parametrize("option", [{"pipeline": 2}, {"tensor_parallel": 2}])
-def test_configurations_of_deepspeed_on_several_axes_are_refused(option: dict[str, Any]) -> None:
-    strategy = ZeroStrategy.from_deepspeed({"zero_optimization": {"stage": 1}}, **option)
-    with pytest.raises(ValueError, match="with `pipeline`, `tensor_parallel` or `expert_parallel` is not forecast yet"):
-        estimate_memory(Program(), strategy, world_size=4, batch=BATCH, accelerator="cpu")
-
-
 class Recomputes(nn.Module):
     """Recomputes its blocks as modules of Hugging Face do: in training mode alone."""
 

@@ -53,6 +53,19 @@ def test_settings_beside_it_have_the_same_grid() -> None:
     assert ZeroStrategy(**args).tensor_parallel == ZeroStrategy(tensor_parallel=GIVEN).tensor_parallel
 
 
+def test_a_configuration_of_deepspeed_on_tensor_ranks_is_the_strategy_that_it_stands_for() -> None:
+    """Two copies of the model have two ranks each, so a batch of 24 samples is three batches of 4 on each copy."""
+    config = {
+        "zero_optimization": {"stage": 1}, "train_batch_size": 24, "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5, "bf16": {"enabled": True},
+    }  # fmt: skip
+    strategy = ZeroStrategy.from_deepspeed(config, tensor_parallel=GIVEN)
+    given = {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "clips": True}
+    assert _own(strategy) == _own(ZeroStrategy(stage=1, tensor_parallel=GIVEN), **given)
+    assert strategy.imported is not None
+    assert strategy.imported.plan.clipping == 0.5
+
+
 def test_divided_experts_are_a_part_and_tokens_are_even() -> None:
     whole, divided = (_own(ZeroStrategy(stage=1, expert_parallel=size), "moe") for size in (None, 4))
     experts = 2 * 4 * (2 * 48 * 4 * 48 + 5 * 48) * 4

@@ -24,6 +24,13 @@ def test_short_names_of_precisions_are_known() -> None:
         precision_of("nf4", ZeroStrategy(), "gpu")
 
 
+def test_a_batch_of_deepspeed_is_divided_among_copies_of_the_model() -> None:
+    config = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}
+    axes: list[dict[str, Any]] = [{}, {"pipeline": 2}, {"tensor_parallel": 4}, {"expert_parallel": 2}]
+    strategies = (ZeroStrategy.from_deepspeed(config, **one) for one in axes)
+    assert [accumulation_of(1, one, 8) for one in strategies] == [2, 4, 8, 2]
+
+
 def test_options_are_refused_in_the_words_of_the_caller() -> None:
     strategy = ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp"), tensor_parallel=2)
     message = "`offload` to disks with `pipeline`, `tensor_parallel` or `expert_parallel` is not simulated yet."
