@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import io
+import pickle
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from lightning_zero.checkpoint.ranks import Ranks
 from lightning_zero.checkpoint.stored import Lent, StoredTensor, fill
 from lightning_zero.engine.optim.segment_states import COUNTERS, is_counter
 from lightning_zero.errors import nearest
-from lightning_zero.trees import tree_leaves, tree_map
+from lightning_zero.trees import tree_map
 
 if TYPE_CHECKING:
     from lightning_zero.engine.access.records import ParameterRecord
@@ -278,12 +280,28 @@ def _refuse_container(record: ParameterRecord, slot: str, value: Any) -> None:
     Raises:
         ValueError: It is one.
     """
-    if not record.keeps_whole_states and any(torch.is_tensor(leaf) and leaf.ndim > 0 for leaf in tree_leaves(value)):
+    if not record.keeps_whole_states and any(tensor.ndim > 0 for tensor in _tensors_in(value)):
         raise ValueError(
             f"The optimizer state `{slot}` of `{record.name}` is a {type(value).__name__} of tensors, which cannot be"
             " divided among the ranks. Keep each tensor in `optimizer.state[param]` under a name of its own"
-            f" (`state['{slot}_0']`), or use `stage=0`."
+            f" (`state['{slot}_0']`), or use `stage=0`. If they are the same on every rank, such as statistics, keep"
+            " numbers or tensors without dimensions."
         )
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that a pickle of a value would have: those in containers and attributes of objects."""
+    tensors: list[torch.Tensor] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+            return len(tensors) if isinstance(leaf, torch.Tensor) else None
+
+    with contextlib.suppress(Exception):  # the file that cannot have it says so
+        Pickler(io.BytesIO()).dump(value)
+    return tensors
 
 
 def load_optimizer_state(

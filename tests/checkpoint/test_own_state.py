@@ -120,11 +120,23 @@ class Wrapping(Momentum):
         return {**super().state_dict(), "slow_weights": list(self.slow.values())}
 
 
+class Pair:
+    """An object with two tensors."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: dict[float, Tensor]) -> None:
+        self.values = tuple(values.values())
+
+
 class Aggregated(Momentum):
-    """Keeps a dictionary of averages for each parameter, as AggMo does."""
+    """Keeps a dictionary of averages for each parameter, as AggMo does, and where ``kept_as`` puts them."""
+
+    kept_as: Any = dict
 
     def _average(self, group: dict[str, Any], param: Tensor) -> Tensor:
-        averages = self.state[param].setdefault("averages", {beta: torch.zeros_like(param) for beta in (0.5, 0.9)})
+        averages = {beta: torch.zeros_like(param) for beta in (0.5, 0.9)}
+        self.state[param]["averages"] = self.kept_as(averages)
         return sum((average.mul_(beta).add_(param.grad) for beta, average in averages.items()), torch.tensor(0.0))
 
 
@@ -274,16 +286,22 @@ def test_a_wrapped_optimizer_is_linked_to_the_loaded_states_and_groups(tmp_path:
 
 
 def _aggregate(rank: int, world: int) -> None:
-    engine, model, ours = _make(Aggregated, stage=0)
-    programs.step(engine, model, ours, 0)
-    kept = state.optimizer_state(engine, ours)
+    for kept_as in (dict, lambda averages: set(averages.values()), Pair):
+        Aggregated.kept_as = staticmethod(kept_as)
+        engine, model, ours = _make(Aggregated, stage=0)
+        programs.step(engine, model, ours, 0)
+        kept = state.optimizer_state(engine, ours)
+        engine, model, ours = _make(Aggregated, stage=2)
+        refused = r"The optimizer state `averages` of `.*` is a (dict|set|Pair) of tensors, which cannot be divided"
+        with pytest.raises(ValueError, match=refused):
+            state.load_optimizer_state(engine, [ours], states=[kept])
+        programs.step(engine, model, ours, 0)
+        with pytest.raises(ValueError, match=refused + ".* such as statistics, keep numbers or tensors without"):
+            state.optimizer_state(engine, ours)
+    Aggregated.kept_as = staticmethod(lambda averages: [one.sum() for one in averages.values()])
     engine, model, ours = _make(Aggregated, stage=2)
-    refused = r"The optimizer state `averages` of `.*` is a dict of tensors, which cannot be divided"
-    with pytest.raises(ValueError, match=refused):
-        state.load_optimizer_state(engine, [ours], states=[kept])
     programs.step(engine, model, ours, 0)
-    with pytest.raises(ValueError, match=refused):
-        state.optimizer_state(engine, ours)
+    state.load_optimizer_state(engine, [ours], states=[state.optimizer_state(engine, ours)])
 
 
 def test_containers_of_tensors_are_refused_where_each_rank_has_its_segments() -> None:
