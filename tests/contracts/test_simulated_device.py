@@ -445,13 +445,14 @@ def test_the_host_waits_in_no_backward_for_gradients_on_their_way_to_disks(place
     assert worlds.run(_waits_in_backward, 2, placement) == [[], []]
 
 
-def _warned(rank: int, world: int, is_seen: bool) -> list[str]:
+def _warned(rank: int, world: int, is_seen: bool, when: str) -> list[str]:
     with SimulatedDevice(["others"]) as device, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        one = _Training("cuda", BF16, stage=1)
+        one = _Training("cuda", BF16, stage=1, step=when)
         for step in range(3):
             device.waits.clear()
-            one.backward(step)
+            if when == "auto":
+                one.backward(step)
             with one.engine.scope("training_step"):
                 for param in one.module.parameters():
                     values = param.data
@@ -459,16 +460,23 @@ def _warned(rank: int, world: int, is_seen: bool) -> list[str]:
                         memory = values.untyped_storage(), values.storage_offset(), values.shape
                         values = torch.empty(0, dtype=values.dtype, device=values.device).set_(*memory)
                     values.mul_(0.5)
+            if when == "backward":
+                one.backward(step)
             one.step()
             assert all(place.endswith("program") for place in device.waits)
         one.engine.close()
     return [str(one.message) for one in caught if "computes in 16 bits" in str(one.message)]
 
 
-@pytest.mark.parametrize(("is_seen", "warnings_by_rank"), [(True, [1, 0]), (False, [1, 1])])
-def test_a_write_in_16_bits_on_a_device_is_told_of_without_a_wait(is_seen: bool, warnings_by_rank: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("is_seen", "when", "warnings_by_rank"),
+    [(True, "auto", [1, 0]), (False, "auto", [1, 1]), (False, "backward", [1, 1])],
+)
+def test_a_write_in_16_bits_on_a_device_is_told_of_without_a_wait(
+    is_seen: bool, when: str, warnings_by_rank: list[int]
+) -> None:
     """Writes that versions show are told by rank 0, and others by each rank whose values have changed."""
-    assert [len(one) for one in worlds.run(_warned, 2, is_seen)] == warnings_by_rank
+    assert [len(one) for one in worlds.run(_warned, 2, is_seen, when)] == warnings_by_rank
 
 
 def _answers(rank: int, world: int) -> list[int]:

@@ -238,6 +238,9 @@ class ShardedOptimizer:
 
     def _prepare_window(self) -> None:
         self._window.prepare(self._buffers_to_show)
+        for buffer in self.buffers[:1]:  # all have the same recorder, those that are stepped already too
+            if buffer.on_rounded_write is not None:
+                buffer.on_rounded_write.send(buffer.store.copies)
 
     def _buffers_to_show(self) -> list[FlatBuffer]:
         """Return the buffers whose parameters the step window shows."""

@@ -31,12 +31,9 @@ class StepWindow:
     def prepare(self, buffers: Callable[[], Iterable[FlatBuffer]]) -> None:
         """Bring masters up to date with the parameters before the step window opens."""
         self._before_open()
-        shown = list(buffers())
-        for buffer in shown:
+        for buffer in buffers():
             buffer.refresh_master()
             buffer.values.forget_rounding()
-        if shown and shown[0].on_rounded_write is not None:  # the same for all
-            shown[0].on_rounded_write.send(shown[0].store.copies)
 
     def close_others(self) -> None:
         """Let the gradients be changed here, without a window if none is open: nobody sees them."""
