@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lightning_zero.boxes import Part
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.buffers.exact_norms import norm_over_ranks_exactly
 from lightning_zero.engine.buffers.parameter import name_of, operation_of, source_of
 from lightning_zero.errors import PipelineError, ShardedGradientError
 from lightning_zero.storage.residence import lazily_read_class
@@ -534,6 +535,8 @@ def norm_of_norms(
 def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) -> torch.Tensor:
     values = gradient.detach().as_subclass(torch.Tensor)
     over = communicator if isinstance(gradient, ShardedGradient) else None  # beside segments, one assigned as a whole
+    if order == 2.0 and gradient.dtype in (torch.float64, torch.complex128):
+        return norm_over_ranks_exactly([values], over, communicator.device).to(gradient.dtype)
     return norm_over_ranks([values], order, over).to(gradient.dtype)
 
 

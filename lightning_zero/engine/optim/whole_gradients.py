@@ -11,9 +11,9 @@ import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.buffers.buffer import FlatBuffer
+from lightning_zero.engine.buffers.exact_norms import norm_over_ranks_exactly
 from lightning_zero.engine.buffers.sharded_gradient import norm_of_norms, norms_of
 from lightning_zero.engine.buffers.window import compare_assigned
-from lightning_zero.engine.optim.exact_norms import norm_over_ranks_exactly
 from lightning_zero.engine.optim.flat_step import BufferSlot
 from lightning_zero.engine.units.pipeline_peers import PipelinePeers
 

@@ -325,6 +325,26 @@ def test_how_a_vector_is_cut_does_not_show_in_its_norm() -> None:
     assert worlds.run(_cuts, 3) == [[]] * 3
 
 
+def _cuts_in_double(rank: int, world: int) -> set[float]:
+    communicator = Communicator(Communication(), CPU)
+    whole = torch.randn(90, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found = set()
+    for first in range(0, 91, 9):
+        piece = whole.split([first, 90 - first])[rank]
+        param = torch.nn.Parameter(torch.zeros_like(piece))
+        param.grad = _shown(piece, communicator)
+        for foreach in (True, False):
+            found.add(torch.nn.utils.clip_grad_norm_([param], 1e9, foreach=foreach).item())
+    communicator.close()
+    return found
+
+
+def test_how_a_gradient_in_fp64_is_cut_does_not_show_when_the_library_clips() -> None:
+    """Each rank's norm was rounded, and squared again, so that the last bits were those of the cuts."""
+    (first,), second = worlds.run(_cuts_in_double, 2)
+    assert second == {first}
+
+
 def test_the_norm_of_what_this_rank_has_alone_needs_no_ranks() -> None:
     assert norm_over_ranks([torch.tensor([3.0, 4.0])], 2.0, None).item() == 5.0
     assert norm_over_ranks([], 2.0, None).item() == 0.0

@@ -10,7 +10,7 @@ import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import Communication
-from lightning_zero.engine.optim.exact_norms import norm_over_ranks_exactly
+from lightning_zero.engine.buffers.exact_norms import norm_over_ranks_exactly
 from tests import worlds
 
 CPU = torch.device("cpu")
