@@ -101,8 +101,8 @@ def estimate_memory(
         clips: Whether gradients are clipped by their norm.
         side_by_side: Forecast stages 0 to 3, with and without offloading and checkpointing, too; stage 0 is left out
             where ``step="backward"`` excludes it.
-        memory: Bytes of a GPU, by which ``Pipeline(reduce="auto")`` and ``ActivationCheckpointing(policy="auto")``
-            decide; by default 80 GiB.
+        memory: Bytes of a GPU, by which ``Pipeline(reduce="auto")``, ``ActivationCheckpointing(policy="auto")`` and
+            ``Offload(fraction="auto")`` decide; by default 80 GiB.
 
     Raises:
         ValueError: An option, or the module, is one whose memory is not forecast; the error names it.
@@ -253,6 +253,7 @@ def _assumptions(strategy: ZeroStrategy, rows: Sequence[SettingForecast]) -> Ite
         '`ActivationCheckpointing(policy="auto")`': checkpointing is not None
         and checkpointing.policy == "auto"
         and checkpointing.budget_bytes is None,
+        '`Offload(fraction="auto")`': strategy.offload is not None and strategy.offload.fraction == "auto",
     }
     for option, decides in deciding.items():
         if decides:

@@ -42,7 +42,8 @@ def estimate(
         world: Number of ranks; by default ``devices`` times ``num_nodes`` of the configuration, or 1 without one.
         data: The class of the data module, likewise.
         memory: Memory of a device, such as ``80GiB``. Names the fastest setting that fits, and prints its YAML. By it
-            ``Pipeline(reduce="auto")`` and ``ActivationCheckpointing(policy="auto")`` decide, too.
+            ``Pipeline(reduce="auto")``, ``ActivationCheckpointing(policy="auto")`` and ``Offload(fraction="auto")``
+            decide, too.
         ranks_per_node: Ranks of a node, for scopes of a node; by default ``devices`` where ``world`` is not given.
         precision: Overrides that of the configuration: ``32-true``, ``64-true``, ``bf16-mixed``, ``bf16-true``,
             ``16-mixed`` or ``16-true``.

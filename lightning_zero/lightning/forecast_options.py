@@ -117,7 +117,9 @@ def refuse_unforecast(
         "`offload` to disks with `pipeline`, `tensor_parallel` or `expert_parallel`": offload is not None
         and offload.uses_disks
         and (is_cut or strategy.pipeline is not None),
-        "`Offload(fraction='auto')`": offload is not None and offload.fraction == "auto",
+        "`Offload(fraction='auto')` to disks, or on a CPU,": offload is not None
+        and offload.fraction == "auto"
+        and (offload.uses_disks or accelerator == "cpu"),
         "`Offload(step_device='cuda')`": offload is not None and offload.step_device == "cuda",
     }
     for option, is_used in refused.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from lightning_zero.engine.units import capacity
 from lightning_zero.forecast.live_bytes import LiveBytes, replaced
 from lightning_zero.lightning import compatibility, pipelined_steps
 from lightning_zero.parallel.activation import forecast as activations
@@ -28,5 +29,6 @@ def simulated_gpu(counter: LiveBytes, accelerator: str, nbytes: int | None) -> I
         if accelerator != "cpu":
             stack.enter_context(replaced(pipelined_steps, "device_bytes", lambda *_: total))
             stack.enter_context(replaced(activations, "free_at_peak", lambda _: total - counter.peak.nbytes))
+            stack.enter_context(replaced(capacity, "free_bytes", lambda *_: (total, 0)))
             stack.enter_context(replaced(compatibility, "refuse_without_budget", lambda *_: None))
         yield

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_zero import ActivationCheckpointing, Communication, MixedPrecision, Offload, ZeroEngine, ZeroStrategy
+from lightning_zero.engine.units import capacity
 from lightning_zero.forecast.live_bytes import LiveBytes, replaced
 from lightning_zero.forecast.rehearsal import host_apart
 from lightning_zero.forecast.settings import SettingForecast
@@ -35,6 +36,7 @@ from tests.lightning_programs import trainer
 PEAK, PERSISTENT = 0.05, 0.005
 TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+AUTO_BYTES = 9 * 2**20  # for `Offload(fraction="auto")`
 SCALARS = 1024  # bytes: counters of optimizers
 
 
@@ -123,6 +125,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 OFFLOADS: dict[str, dict[str, Any]] = {
     "cpu": {},
+    "auto": {"fraction": "auto"},
     "disk": {"optimizer": "nvme"},
     "half-disk": {"optimizer": "nvme", "fraction": 0.5},
     "all-disk": {"optimizer": "nvme", "params": "nvme"},
@@ -175,7 +178,8 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
     gc.collect()
     before = _live_bytes()
     counter = LiveBytes()
-    with _most_awake() as awake, host_apart(counter) as activations, counter:
+    memory = replaced(capacity, "free_bytes", lambda *_: (AUTO_BYTES, 0))
+    with memory, _most_awake() as awake, host_apart(counter) as activations, counter:
         module = make()
         inputs = batch().clone()
         if case.precision in TRUE:
@@ -258,7 +262,9 @@ def _forecast(case: Case, path: Path, **options: Any) -> SettingForecast:
         batch=batch(),
         optimizer=OPTIMIZERS[case.optimizer],
         precision=case.precision,
-        accelerator="gpu" if case.precision == "16-mixed" else "cpu",  # a CPU has no such autocast in Lightning
+        # A CPU has no such autocast in Lightning, and no memory of its own to decide by.
+        accelerator="gpu" if case.precision == "16-mixed" or case.offload == "auto" else "cpu",
+        memory=AUTO_BYTES,
         side_by_side=False,
         **options,
     )
@@ -294,6 +300,8 @@ def _matrix() -> Iterator[Case]:
         yield Case(model, stage, 2, None, "full", "16-true")
         yield Case(model, stage, 1, "cpu", None, "16-mixed")
     yield Case("gpt", 2, 2, "disk", None, "16-true")
+    for model, stage in itertools.product(("gpt", "llama"), (0, 3)):
+        yield Case(model, stage, 1, "auto")
     for model, stage in itertools.product(MODELS, (0, 2)):
         yield Case(model, stage, 2, None, "full", "64-true")
     for optimizer, offload in itertools.product(("adam", "sgd"), (None, "cpu")):
@@ -316,6 +324,7 @@ QUICK = [
     Case("conv", 2, 2, "cpu"),
     Case("conv", 3, 2, "cpu", None, "64-true"),
     Case("gpt", 3, 2, None, "offload"),
+    Case("gpt", 2, 1, "auto"),
     Case("llama", 1, 2, None, 2**22),
     Case("conv", 0, 1),
     Case("gpt", 2, 2, "disk"),

@@ -332,7 +332,11 @@ def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
             ZeroStrategy(pipeline=Pipeline(stages=2), tensor_parallel=2),
             "`pipeline` with `tensor_parallel` or `expert_parallel` is not forecast yet",
         ),
-        (ZeroStrategy(offload=Offload(fraction="auto")), r"`Offload\(fraction='auto'\)` is not forecast"),
+        (
+            ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp", fraction="auto")),
+            r"`Offload\(fraction='auto'\)` to disks, or on a CPU, is not forecast",
+        ),
+        (ZeroStrategy(offload=Offload(step_device="cuda")), r"`Offload\(step_device='cuda'\)` is not forecast yet"),
         (ZeroStrategy(stage=Sharding(params="node", grads="node")), "say how many ranks a node has"),
     ],
 )

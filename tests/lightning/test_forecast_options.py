@@ -54,3 +54,10 @@ def test_accumulation_follows_from_the_copies_of_the_model(option: dict[str, Any
     """All ranks counted, and the simulation of a fit was refused: its Trainer had another number."""
     config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
     assert accumulation_of(1, ZeroStrategy.from_deepspeed(config, **option), 4) == expected
+
+
+def test_the_free_memory_of_a_host_is_not_guessed() -> None:
+    strategy = ZeroStrategy(offload=Offload(fraction="auto"))
+    refuse_unforecast(strategy, world_size=2, accelerator="gpu")
+    with pytest.raises(ValueError, match=r"`Offload\(fraction='auto'\)` to disks, or on a CPU, is not forecast yet."):
+        refuse_unforecast(strategy, world_size=2, accelerator="cpu")

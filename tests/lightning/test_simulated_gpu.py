@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero import ActivationCheckpointing, MachineRates, ZeroStrategy, estimate_memory, simulate_step
+from lightning_zero import ActivationCheckpointing, MachineRates, Offload, ZeroStrategy, estimate_memory, simulate_step
 from lightning_zero.forecast.report import table
 from lightning_zero.forecast.settings import MemoryForecast
 
@@ -50,6 +50,19 @@ def test_the_policy_is_chosen_by_the_memory_of_a_gpu() -> None:
     assert offloaded.peak_bytes < recomputed.own.peak_bytes == full < plain.peak_bytes
     assert [len(one.notes) for one in (assumed, large, small)] == [1, 0, 0]
     assert '`ActivationCheckpointing(policy="auto")` decides by the memory of a GPU, taken as 80 GiB' in table(assumed)
+
+
+def test_the_memory_of_a_gpu_is_filled_before_units_are_offloaded() -> None:
+    strategy = ZeroStrategy(stage=2, offload=Offload(fraction="auto"))
+    options: dict[str, Any] = {"world_size": 4, "batch": BATCH, "side_by_side": False}
+    assumed, half, none = (
+        estimate_memory(Program(), strategy, memory=memory, **options) for memory in (None, 1_230_000, 2**10)
+    )
+    assert sum(assumed.own.host.values()) == 0
+    assert 0 < half.own.host["optimizer"] < none.own.host["optimizer"]
+    assert none.own.device["optimizer"] == 0 < half.own.device["optimizer"] < assumed.own.device["optimizer"]
+    assert [len(one.notes) for one in (assumed, half)] == [1, 0]
+    assert sum(simulate_step(Program(), strategy, world_size=4, batch=BATCH).host.values()) == 0
 
 
 def test_a_simulation_chooses_as_a_forecast() -> None:
