@@ -213,7 +213,18 @@ def _subtract(param: nn.Parameter) -> None:
     param.data -= 0.5 * param.grad  # type: ignore[operator]
 
 
-BY_HAND: dict[str, Callable[[nn.Parameter], None]] = {"decay": _decay, "descend": _descend, "subtract": _subtract}
+def _subtract_twice(param: nn.Parameter) -> None:
+    for _ in range(2):
+        param.data -= 0.25 * param.grad  # type: ignore[operator]
+    param.data.clamp_(-3.0, 3.0)
+
+
+BY_HAND: dict[str, Callable[[nn.Parameter], None]] = {
+    "decay": _decay,
+    "descend": _descend,
+    "subtract": _subtract,
+    "twice": _subtract_twice,
+}
 
 
 def _by_hand(module: Student, change: Callable[[nn.Parameter], None], optimizer: Any, *, reads_first: bool) -> None:
@@ -278,6 +289,24 @@ def _two_writes(rank: int, world: int) -> None:
 
 def test_writes_through_data_of_before_and_behind_the_read_of_the_gradient_are_refused() -> None:
     worlds.run(_two_writes, 2)
+
+
+def _two_writes_without_elements(rank: int, world: int) -> None:
+    module = Student()
+    engine = ZeroEngine(2, units=Block, offload="cpu")
+    engine.shard(module)
+    engine.attach(torch.optim.SGD(module.head.parameters(), lr=0.1))
+    module(torch.randn(4, 5)).backward()
+    bias = module.head.bias
+    bias.data.sub_(0.1 * bias.grad)  # type: ignore[operator]
+    bias.data.clamp_(-1.0, 1.0)
+    with pytest.raises(RuntimeError, match=r"`.data` of parameter `head.bias` was read before a read of `p.grad`"):
+        module(torch.randn(4, 5))
+    engine.close()
+
+
+def test_two_writes_are_refused_on_ranks_without_elements_too() -> None:
+    worlds.run(_two_writes_without_elements, 2)
 
 
 def _memory(rank: int, world: int) -> None:

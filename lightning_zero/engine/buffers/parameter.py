@@ -68,6 +68,7 @@ __all__ = [
     "is_called_by",
     "is_data_kept",
     "is_plain",
+    "is_pointed",
     "is_written",
     "name_of",
     "note_pointed",
@@ -404,6 +405,12 @@ def note_pointed(param: nn.Parameter) -> None:
     found = _HANDED_OUT.get(id(param))
     if found is not None:
         found.now.append((None, -1))
+
+
+def is_pointed(param: nn.Parameter) -> bool:
+    """Say whether ``data`` was pointed elsewhere since writes are watched, or were taken as known."""
+    found = _HANDED_OUT.get(id(param))
+    return found is not None and any(data is None for data, _ in found.now)
 
 
 def end_writes(param: nn.Parameter) -> None:

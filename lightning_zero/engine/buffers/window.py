@@ -18,8 +18,10 @@ from lightning_zero.engine.buffers.parameter import (
     end_writes,
     face_of,
     has_class,
+    is_pointed,
     is_written,
     raw_grad,
+    renew_writes,
     restore_class,
     set_raw_grad,
     swap_class,
@@ -441,7 +443,7 @@ class BufferWindow:
             if data.untyped_storage()._cdata == segment.untyped_storage()._cdata:
                 continue
             is_other = data.dtype != segment.dtype
-            if is_other or (segment.numel() > 0 and is_written(param, self._versions[index])):
+            if is_other or is_written(param, self._versions[index]):
                 reason = f"has {data.dtype} there" if is_other else "was written in both"
                 raise RuntimeError(
                     f"`.data` of parameter `{self._spec.layout.slots[index].name}` was read before a read of `p.grad`"
@@ -451,8 +453,9 @@ class BufferWindow:
             segment.copy_(self._own_part(index, data, segment))
 
     def _points_elsewhere(self, index: int) -> bool:
-        param = self._spec.params[index]
-        return index in self._entered and param.data_ptr() != ordinary(self._values.segment(index)).data_ptr()
+        param, segment = self._spec.params[index], ordinary(self._values.segment(index))
+        is_elsewhere = param.data_ptr() != segment.data_ptr() or (segment.numel() == 0 and is_pointed(param))
+        return index in self._entered and is_elsewhere
 
     def _take_all_values(self) -> None:
         """Take them over together: parameters may have been pointed to each other's segments."""
@@ -465,6 +468,7 @@ class BufferWindow:
         for index in found:
             written_before_window(self._spec.params[index])  # it was copied, or is not the parameter any more
             self._spec.params[index].data = ordinary(self._values.segment(index))
+            renew_writes(self._spec.params[index])
         self._leave_stepped()
         for index, values in found.items():
             ordinary(self._values.segment(index)).copy_(values)
