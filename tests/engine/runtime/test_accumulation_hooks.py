@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,6 +136,27 @@ def _stepped_in_a_hook(rank: int, world: int, is_attached: bool) -> None:
 @pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "loose"])
 def test_an_optimizer_in_a_hook_is_refused(is_attached: bool) -> None:
     worlds.run(_stepped_in_a_hook, 2, is_attached)
+
+
+def _clamp(param: nn.Parameter, grad: Tensor) -> None:
+    param.data.clamp_(-0.01, 0.01)
+
+
+def _clamped(rank: int, world: int) -> None:
+    for stage in range(4):
+        engine = ZeroEngine(stage, units=["Block"])
+        module = TinyGPT(depth=DEPTH)
+        weight = module.blocks[0].up.weight
+        expected = weight.detach().clamp(-0.01, 0.01)
+        engine.shard(module)
+        weight.register_hook(partial(_clamp, weight))  # type: ignore[no-untyped-call]
+        token_loss(module, rank, 0).backward()
+        assert torch.equal(engine.full_param(weight), expected)
+        engine.close()
+
+
+def test_a_hook_on_a_tensor_may_write_the_parameter_alike_on_all_ranks() -> None:
+    worlds.run(_clamped, 2)
 
 
 def _sharded_twice(rank: int, world: int) -> list[int]:
