@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_zero.storage import host
 from tests.simulated_transport import Stuck, Transports
 
 __all__ = ["SimulatedDevice"]
@@ -478,6 +479,7 @@ class SimulatedDevice:
             "_lazy_init": lambda: None,
             "is_current_stream_capturing": lambda: False,
         }
+        stack.enter_context(mock.patch.object(host, "_FREED", []))  # memory that this driver has locked
         raw = self._raw_stream
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", raw, create=True))
         stack.enter_context(mock.patch.object(torch.accelerator, "is_available", return_value=False))

@@ -33,6 +33,7 @@ from lightning_zero.grid import Grid
 from lightning_zero.microbatch import Microbatch
 from lightning_zero.option_checks import checked_arguments
 from lightning_zero.sharding import NodeRanks, Sharding
+from lightning_zero.storage.host import unlock_freed
 
 __all__ = ["ZeroEngine", "engine_of", "gathered"]
 
@@ -160,6 +161,7 @@ class ZeroEngine:
         self._state.refuse_module(module)
         if _ENGINES:
             gc.collect()  # one that was dropped is in reference cycles, and holds memory, files and threads until then
+        unlock_freed()
         self._state.shard(module, holders, grid=grid, node=node, owner=lambda unit: UnitOwner(self._state, unit))
         self._state.engine = self
         for values in deferred_values(module):

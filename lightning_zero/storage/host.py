@@ -3,16 +3,19 @@
 Note [Who unlocks]
     Locked memory is its tensors' and no store's: a store keeps addresses, so that tensors in the memory can be counted.
     When the last one goes, the memory waits in a list, still locked, because a copy from it may be running, and
-    unlocking is a call of CUDA, which must not come in the middle of something else. It is unlocked before other memory
-    is locked, when memory is given back (of gradients, behind a step), or by ``close``.
+    unlocking is a call of CUDA, which must not come in the middle of something else: Python's collector runs in any
+    thread, at any time. The list is that of all stores, because a store may be dropped without ``close``. Its memory is
+    unlocked before other memory is locked, when memory is given back (of gradients, behind a step), when a store is
+    closed, and by ``unlock_freed``.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import deque
+from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +23,7 @@ from lightning_zero.storage.copies import Landing, finish_device, lock_pages, un
 from lightning_zero.storage.pages import Pages
 from lightning_zero.storage.store import Accounts, Kind
 
-__all__ = ["HostStore", "StagingSlot"]
+__all__ = ["HostStore", "StagingSlot", "unlock_freed"]
 
 _REASONS = {  # of the driver
     1: "the memory is of a kind that cannot be locked",
@@ -81,10 +84,6 @@ class HostStore(Accounts):
         self.is_pinned = pinned
         self._copies_of = copies_of
         self._locked: set[int] = set()  # addresses that are registered with the driver
-        # An engine that is dropped closes nothing.
-        self._unlock = weakref.finalize(self, _unlock, self._locked, copies_of)
-        self._unlock.atexit = False
-        self._freed: list[tuple[int, object]] = []  # of them, with their memory, those in which no tensor lies any more
         self._pool: dict[int, list[torch.Tensor]] = {}  # tensors in locked memory that were given back, by bytes
         self._staging_bytes = 0
         self._slots: deque[StagingSlot] = deque()
@@ -107,7 +106,7 @@ class HostStore(Accounts):
     def give_back(self, kind: Kind, tensor: torch.Tensor) -> None:
         """Take back a tensor of ``create`` that nobody reads any more: locked memory is kept for the next one."""
         self.release(kind, tensor.nbytes)
-        self._unlock_freed()
+        unlock_freed()
         if tensor.data_ptr() in self._locked:
             with torch.inference_mode(False):
                 self._pool.setdefault(tensor.nbytes, []).append(tensor.detach().view(torch.uint8))
@@ -131,7 +130,7 @@ class HostStore(Accounts):
             return pool.pop()
         if not self.is_pinned or not nbytes:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._unlock_freed()
+        unlock_freed()
         try:
             pages = Pages(nbytes)  # nothing else lies in them: the driver locks pages
         except OSError:  # not on Linux: PyTorch locks powers of two
@@ -144,7 +143,7 @@ class HostStore(Accounts):
         code = lock_pages(address, size, self._copies_of)
         if code == 0:
             self._locked.add(address)
-            pages.when_freed(partial(_keep_if_locked, self._locked, self._freed, address))
+            pages.when_freed(partial(_keep_locked, _FREED, _Block(self._locked, address, self._copies_of)))
             return
         self.is_pinned = False
         warnings.warn(
@@ -154,32 +153,50 @@ class HostStore(Accounts):
             stacklevel=2,
         )
 
-    def _unlock_freed(self) -> None:
-        freed = list(self._freed)  # others may be freed while this waits
-        if freed:
-            finish_device(self._copies_of)  # a copy may be running that nobody waits for
-        for one in freed:
-            self._freed.remove(one)
-            self._locked.remove(one[0])
-            unlock_pages(one[0], self._copies_of)
-
     def close(self) -> None:
         """Unlock all pages, also those of tensors that somebody keeps, and forget all accounts."""
-        _unlock(self._locked, self._copies_of)
-        self._freed.clear()
+        if self._locked:
+            finish_device(self._copies_of)  # a copy may be running that nobody waits for
+        for address in self._locked:
+            unlock_pages(address, self._copies_of)
+        self._locked.clear()
+        unlock_freed()
         self._pool.clear()
         self._slots.clear()
         super().close()
 
 
-def _keep_if_locked(locked: set[int], freed: list[tuple[int, object]], address: int, memory: object) -> None:
-    if address in locked:
-        freed.append((address, memory))
+class _Block(NamedTuple):
+    """Memory of a store.
+
+    Attributes:
+        locked: The addresses that the store has locked.
+        address: Of the memory.
+        device: The one that has locked it.
+    """
+
+    locked: set[int]
+    address: int
+    device: torch.device | None
 
 
-def _unlock(locked: set[int], device: torch.device | None) -> None:
-    if locked:
+_FREED: list[tuple[_Block, object]] = []  # of all stores, with the memory: no tensor lies in it any more
+
+
+def _keep_locked(freed: list[tuple[_Block, object]], block: _Block, memory: object) -> None:
+    if block.address in block.locked:
+        freed.append((block, memory))
+
+
+def unlock_freed() -> None:
+    """Unlock memory in which no tensor lies any more, of all stores, behind the work of their devices."""
+    freed: list[tuple[_Block, object]] = []
+    with suppress(IndexError):  # threads may free some meanwhile, and unlock some
+        while True:
+            freed.append(_FREED.pop())
+    blocks = [block for block, _ in freed if block.address in block.locked]  # others are of stores that are closed
+    for device in {block.device for block in blocks}:
         finish_device(device)  # a copy may be running that nobody waits for
-    for address in locked:
-        unlock_pages(address, device)
-    locked.clear()
+    for block in blocks:
+        block.locked.remove(block.address)
+        unlock_pages(block.address, block.device)
