@@ -7,7 +7,7 @@ import gc
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -342,6 +342,52 @@ def test_gradients_that_arrive_on_two_streams_are_summed_in_order(world: int, pl
     for eager in SCHEDULES.values():
         found = worlds.run(_trained_in_branches, world, PLACEMENTS[placement], eager)
         assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True)), eager
+
+
+class Tied(nn.Module):
+    """Uses a weight outside of its module, in two streams."""
+
+    def __init__(self, sides: Sequence[Any]) -> None:
+        super().__init__()
+        self.embedding, self._sides = nn.Embedding(8, 8), sides
+
+    def forward(self, x: Tensor) -> Tensor:
+        main, results = torch.cuda.current_stream(), []
+        for side in self._sides:
+            side.wait_stream(main)
+        for side in self._sides:
+            with torch.cuda.stream(side):
+                results.append(nn.functional.linear(x, self.embedding.weight))
+        for side, result in zip(reversed(self._sides), reversed(results), strict=True):  # the last runs first
+            main.wait_stream(side)
+            x.record_stream(side)
+            result.record_stream(main)
+        return results[0] + 2 * results[1]
+
+
+def _tied(rank: int, world: int, eager: tuple[str, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    with SimulatedDevice(eager):
+        sides = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+        engine = ZeroEngine(
+            3, units=["Embedding"], device=torch.device("cuda"), communication=Communication(backend=BACKEND)
+        )
+        module = engine.shard(Tied(sides).to("cuda"))
+        found = []
+        for step in range(2):
+            batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to("cuda")
+            with engine.scope("validation_step"), torch.no_grad():
+                found.append(module(batch).cpu())
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("eager", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_weight_that_one_stream_has_gathered_is_used_by_another_behind_the_gather(eager: tuple[str, ...]) -> None:
+    """Not through its module: nobody sees the second use."""
+    expected = worlds.run(_tied, 2, AT_ONCE)[0]
+    for found in worlds.run(_tied, 2, eager):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 # -- Waits of the host -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from lightning_zero.engine.runtime.compute_dtypes import ComputeDtypes
 from lightning_zero.engine.runtime.order import PassOrder
 from lightning_zero.engine.units.unit import Unit, UnitState
+from lightning_zero.storage.copies import WorkStream
 
 __all__ = ["Direction", "Passes"]
 
@@ -26,6 +27,7 @@ class Passes:
 
     Attributes:
         part: Name of the part of the module that runs, if its parts run one after the other, with units of their own.
+        stream: The one in which the scope was opened, or the last one.
     """
 
     def __init__(self, units: Sequence[Unit], order: PassOrder, dtypes: ComputeDtypes) -> None:
@@ -38,6 +40,8 @@ class Passes:
         self._ordinal = 0  # of the pass in its step
         self._direction: Direction = "forward"  # of the pass that runs, or has
         self._is_held = False  # the scope uses only units that `gathered` holds
+        devices = [buffer.store.device for unit in units for buffer in unit.buffers]
+        self.stream = WorkStream(devices[0] if devices else torch.device("cpu"))
 
     @property
     def in_scope(self) -> bool:
@@ -50,6 +54,7 @@ class Passes:
         if self.depth == 1:
             self._scope = f"{name}:{'train' if torch.is_grad_enabled() else 'eval'}"
             self._ordinal = 0
+            self.stream.move_here()
 
     def note_held(self, units: Sequence[Unit]) -> None:
         """Take note of the units that the next scope can use."""

@@ -90,11 +90,17 @@ class UnitUses:
             self.give_back(unit)
 
     def touch(self, unit: Unit) -> bool:
-        """Gather a unit of which a released parameter is used, if a step is running; say whether it is whole."""
+        """Gather a unit of which a released parameter is used, if a step is running; say whether it is whole.
+
+        A whole parameter tells of no use: the host waits for a gather in another stream than the scope's, because code
+        in a third one may use the parameter next.
+        """
         if not (self._passes.in_scope or in_backward()):
             return False
         unit.touch()
         self.make_whole(unit)
+        if not self._passes.stream.is_current:
+            unit.finish()
         return True
 
     def compute_in_backward(self, unit: Unit) -> bool:

@@ -12,7 +12,7 @@ from lightning_zero.comm.communicator import Pending
 from lightning_zero.engine.buffers.buffer import FlatBuffer
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.sharding import ShardingScope
-from lightning_zero.storage.copies import WorkStream, keep_for_stream
+from lightning_zero.storage.copies import WorkStream, finish_stream, keep_for_stream
 
 __all__ = ["Unit", "UnitState"]
 
@@ -175,6 +175,10 @@ class Unit:
         """Let the current stream use the parameters, which another one may have waited for, and have freed."""
         if self._stream.enter():
             self._keep_memory()
+
+    def finish(self) -> None:
+        """Return when the current stream, which has waited for the values, has them."""
+        finish_stream(self.buffers[0].store.device)
 
     def _keep_memory(self) -> None:
         for buffer in self.buffers:
