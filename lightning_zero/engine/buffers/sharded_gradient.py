@@ -536,8 +536,8 @@ def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) 
     values = gradient.detach().as_subclass(torch.Tensor)
     over = communicator if isinstance(gradient, ShardedGradient) else None  # beside segments, one assigned as a whole
     if order == 2.0 and gradient.dtype in (torch.float64, torch.complex128):
-        return norm_over_ranks_exactly([values], over, communicator.device).to(gradient.dtype)
-    return norm_over_ranks([values], order, over).to(gradient.dtype)
+        return norm_over_ranks_exactly([values], over, communicator.device)
+    return norm_over_ranks([values], order, over).to(values.dtype.to_real())
 
 
 def is_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

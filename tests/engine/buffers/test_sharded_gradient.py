@@ -345,6 +345,15 @@ def test_how_a_gradient_in_fp64_is_cut_does_not_show_when_the_library_clips() ->
     assert second == {first}
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_a_norm_of_complex_gradients_is_real(dtype: torch.dtype) -> None:
+    """It was complex, which nothing can be compared with."""
+    whole = torch.linspace(-2, 3, 7).to(dtype) * (1 + 2j)
+    norm = _shown(whole, Communicator(Communication(), CPU)).norm()
+    assert norm.dtype == whole.norm().dtype
+    assert torch.allclose(norm, whole.norm())
+
+
 def test_the_norm_of_what_this_rank_has_alone_needs_no_ranks() -> None:
     assert norm_over_ranks([torch.tensor([3.0, 4.0])], 2.0, None).item() == 5.0
     assert norm_over_ranks([], 2.0, None).item() == 0.0
