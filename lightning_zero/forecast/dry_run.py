@@ -196,9 +196,8 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Results:
         with self._fakes:
-            if func is _aten._grouped_mm.default:
-                return _Results(empty_grouped_mm(*args, **kwargs))
-            return _Results(func(*tree_map(_fake, args), **tree_map(_fake, kwargs)))
+            of_fakes = empty_grouped_mm if func is _aten._grouped_mm.default else func
+            return _Results(of_fakes(*tree_map(_fake, args), **tree_map(_fake, kwargs)))
 
 
 class _Results:
@@ -240,8 +239,9 @@ class _Kept(NamedTuple):
         tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         if self.is_small:
             return tensor.zero_()
-        if self.device.type == "cpu":
-            blank.add(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        if storage.device.type == "cpu":  # that of a fake tensor is on the meta device
+            blank.add(storage._cdata)
         return tensor
 
 

@@ -173,8 +173,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_tensor(tensor)
 
     def _note_tensor(self, tensor: Tensor) -> None:
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
-            self._note(tensor.untyped_storage())
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.device.type == "cpu":  # that of a fake tensor is on the meta device
+                self._note(storage)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         """Take note of a storage, or of its new size."""

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import resource
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from lightning_zero.forecast.dry_run import DryRun
@@ -26,6 +28,18 @@ def test_nothing_large_is_computed_or_written() -> None:
         assert loss.item() == 0
         assert counter.peak.nbytes > 8 * GIB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+
+
+def test_fake_tensors_of_a_program_stay_fake_and_are_not_remembered() -> None:
+    counter = DryRun()
+    with counter, FakeTensorMode():
+        rows, weights = torch.zeros(MANY, 16), torch.zeros(2, 16, 16)
+        before = weakref.getweakrefcount(rows)
+        product = torch._grouped_mm(rows, weights, torch.zeros(2, dtype=torch.int32))
+        assert weakref.getweakrefcount(rows) == before
+        assert product.shape == (MANY, 16)
+        assert not counter.is_blank(product)  # another tensor may have its address later
+        assert isinstance(product, FakeTensor)
 
 
 def test_small_tensors_have_their_values() -> None:

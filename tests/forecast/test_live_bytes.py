@@ -6,6 +6,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.forecast.live_bytes import LiveBytes
@@ -25,6 +26,13 @@ def test_storages_count_from_their_operation_to_their_end() -> None:
         del view, two
     assert counter.live == 0
     assert counter.peak.nbytes == 12 * KIB
+
+
+def test_fake_tensors_take_no_memory() -> None:
+    with LiveBytes() as counter, FakeTensorMode():
+        fakes = [torch.zeros(KIB), torch.zeros(KIB) + 1]
+        assert counter.live == 0
+    assert len(fakes) == 2
 
 
 def test_tensors_that_only_autograd_has_are_counted() -> None:
