@@ -49,7 +49,6 @@ from lightning_zero.lightning.precision import (
 from lightning_zero.lightning.simulated_gpu import GPU_BYTES, simulated_gpu
 from lightning_zero.lightning.stage_forecast import forecast_stages
 from lightning_zero.lightning.strategy import ZeroStrategy
-from lightning_zero.lightning.trials import planned_once
 from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
 from lightning_zero.parallel.tensor.examples import run_example
 from lightning_zero.sharding import Sharding
@@ -173,8 +172,9 @@ def estimate_memory(
             accelerator=accelerator,
             ranks_per_node=ranks_per_node,
             memory=memory,
+            plans=[],
         )
-    with _quiet(), planned_once():
+    with _quiet():
         rows = [
             _forecast(
                 setting,

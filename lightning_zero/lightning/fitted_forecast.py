@@ -1,7 +1,7 @@
 """Forecasts for strategies with tensor or expert parallelism: each setting is a simulated fit.
 
 The strategy knows how a module is cut and which calls the ranks of a group make, and the Trainer calls it. So their
-bytes are those of ``simulate_step``, of rank 0.
+bytes are those of a simulation of rank 0.
 """
 
 from __future__ import annotations
@@ -53,15 +53,18 @@ def rehearse_fit(
     accelerator: str,
     ranks_per_node: int | None,
     memory: int | None,
+    plans: list[Any],
 ) -> Rehearsed:
-    """Return the bytes of rank 0 in a fit with one setting. Other arguments are those of ``estimate_memory``.
+    """Return the bytes of rank 0 in a fit with one setting.
+
+    ``plans`` are those of ``simulate_copy``, other arguments those of ``estimate_memory``.
 
     Raises:
         ValueError: A scope is a node, and nobody has said how many ranks it has; the module is no ``LightningModule``,
             or its fit fails.
     """
     require_node(setting, ranks_per_node)
-    found = simulate_copy(
+    (found,) = simulate_copy(
         partial(_made, program.module, program.loss),
         with_setting(strategy, setting),
         world_size=world_size,
@@ -73,13 +76,14 @@ def rehearse_fit(
         accumulate_grad_batches=program.microbatches,
         gradient_clip_val=1.0 if program.clips else None,
         device_bytes=memory,
-    )[0]
+        plans=plans,
+    ).values()
     sent, across = sent_bytes(found, ranks_per_node)
     return Rehearsed(
         device=dict(found.device),
         host=dict(found.host),
-        disk=dict.fromkeys(found.host, 0),
-        windows=0,
+        disk=dict(found.disk),
+        windows=found.host["windows"],
         host_activations=found.host["activations"],
         peak=Moment(found.peak_bytes, found.phase, found.module, "", ()),
         at_peak=dict(found.at_peak),

@@ -110,13 +110,8 @@ def refuse_unforecast(
         ValueError: There is one.
     """
     offload = strategy.offload
-    is_cut = not (strategy.tensor_parallel is None and strategy.expert_parallel is None)
     refused = {
         "`Pipeline(partition='measured')`": strategy.pipeline is not None and strategy.pipeline.partition == "measured",
-        "`pipeline` with `tensor_parallel` or `expert_parallel`": strategy.pipeline is not None and is_cut,
-        "`offload` to disks with `pipeline`, `tensor_parallel` or `expert_parallel`": offload is not None
-        and offload.uses_disks
-        and (is_cut or strategy.pipeline is not None),
         "`Offload(fraction='auto')` to disks, or on a CPU,": offload is not None
         and offload.fraction == "auto"
         and (offload.uses_disks or accelerator == "cpu"),

@@ -132,12 +132,15 @@ def simulate_copy(
     ranks_per_node: int | None = None,
     accumulate_grad_batches: int = 1,
     rates: MachineRates | None = None,
+    plans: list[Any] | None = None,
     **options: Any,
 ) -> dict[int, Simulation]:
     """Simulate a step of a rank, and of the ranks of all pipeline stages of its copy of the model.
 
-    Arguments and errors are those of ``simulate_step``.
+    ``plans`` has the plan of tensor parallelism, from an earlier simulation of the module; an empty list gets it. Other
+    arguments and errors are those of ``simulate_step``.
     """
+    plans = [] if plans is None else plans
     strategy = _own_strategy(strategy)
     refuse_unforecast(strategy, world_size=world_size, accelerator=accelerator, verb="simulated", noun="simulation")
     _check(rank, world_size, accumulate_grad_batches, rates)
@@ -153,13 +156,15 @@ def simulate_copy(
         node=_node(world_size, ranks_per_node),
         accumulate_grad_batches=accumulate_grad_batches,
         rates=rates,
+        plans=plans,
         **options,
     )
     if strategy.pipeline is None:
         return {rank: fit(rank=rank)}
     ranks = ranks_of_copy(strategy.pipeline, world_size, rank)
-    found = run_stages(len(ranks), lambda stage, store: fit(rank=ranks[stage], store=store))
-    return dict(zip(ranks, found, strict=True))
+    found = run_stages(len(ranks), lambda stage, store: (fit(rank=ranks[stage], store=store), plans))
+    plans[:] = found[0][1]  # which the processes have filled
+    return {rank: simulation for rank, (simulation, _) in zip(ranks, found, strict=True)}
 
 
 def _simulated(
@@ -173,6 +178,7 @@ def _simulated(
     node: int,
     accumulate_grad_batches: int,
     rates: MachineRates | None,
+    plans: list[Any],
     batch: Any = None,
     optimizer: Optimizers | None = None,
     gradient_clip_val: float | None = None,
@@ -193,7 +199,7 @@ def _simulated(
         _quiet(),
         pipelined,
         simulated_gpu(counter, accelerator, device_bytes),
-        trials_with_values(counter),
+        trials_with_values(counter, plans),
         host_apart(counter, page_locks=accelerator != "cpu") as host,
         counter,
     ):
@@ -244,6 +250,7 @@ def _simulated(
         at_peak=told.kinds,
         device=told.device,
         host={**told.host, "activations": host.most},
+        disk=told.disk,
         phase=peak.phase,
         module=peak.module,
         seconds=clock.now_s,
@@ -402,6 +409,7 @@ class _LastStep(Callback):
         self.kinds: dict[str, int] = {}
         self.device: dict[str, int] = {}
         self.host: dict[str, int] = {}
+        self.disk: dict[str, int] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for optimizer in trainer.optimizers:
@@ -432,7 +440,7 @@ class _LastStep(Callback):
         self._counter.enter_phase("")
         if self._counter.is_on:
             stats = _engine(trainer).stats()
-            self.device, self.host = stats.memory, stats.host
+            self.device, self.host, self.disk = stats.memory, stats.host, stats.disk
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self._counter.enter_phase("step")
@@ -446,6 +454,7 @@ class _LastStep(Callback):
             if made and self._steps_before == (_NUM_STEPS - 1) * made:
                 self.peak = self._counter.peak
                 self.kinds = kinds_at(self.peak, pl_module)
+                self.host = {**self.host, "windows": _engine(trainer).internals.steps.window_bytes()}
 
     def _measure(self, engine: ZeroEngine) -> None:
         gc.collect()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
+import lightning.pytorch as pl
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.p2p import P2P
@@ -13,6 +16,7 @@ from lightning_zero.config import Pipeline
 from lightning_zero.forecast.clock import Clock
 from lightning_zero.forecast.live_bytes import replaced
 from lightning_zero.forecast.stage_groups import PostBox, between_stages
+from lightning_zero.lightning.tensor_training import TensorTraining
 from lightning_zero.parallel.pipeline.pipeline import PipelineRunner
 
 __all__ = ["ranks_of_copy", "staged"]
@@ -58,6 +62,7 @@ def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
         accelerator: As in ``simulate_step``: over NCCL a device waits for messages by itself.
     """
     forward, backward, p2p = PipelineRunner._forward, PipelineRunner._backward, P2P.__init__
+    plan = TensorTraining._agreed_plan
 
     def in_forward(runner: Any, *args: Any) -> None:
         counter.enter_phase("forward")
@@ -73,6 +78,12 @@ def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
         p2p(one, *args)
         one.lets_device_wait = True
 
+    def of_first_stage(training: TensorTraining, module: pl.LightningModule, whole: Collection[str]) -> Any:
+        groups = training.groups
+        if dist.get_rank() < groups.num_data_ranks * groups.size:  # rank 0 plans in a run
+            store.set("plan", pickle.dumps(plan(training, module, whole)))
+        return pickle.loads(store.get("plan"))
+
     def last_call() -> Any:
         return counter.clock.calls[-1] if counter.is_on and counter.clock.calls else None
 
@@ -80,6 +91,7 @@ def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
         stack.enter_context(between_stages(PostBox(store, last_call, counter.is_blank)))
         stack.enter_context(replaced(PipelineRunner, "_forward", in_forward))
         stack.enter_context(replaced(PipelineRunner, "_backward", in_backward))
+        stack.enter_context(replaced(TensorTraining, "_agreed_plan", of_first_stage))
         if accelerator != "cpu":
             stack.enter_context(replaced(P2P, "__init__", of_device))
         yield

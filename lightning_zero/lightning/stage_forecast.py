@@ -42,7 +42,7 @@ def forecast_stages(
         ValueError: A scope is a node, and nobody has said how many ranks it has; see also ``simulate_step``.
     """
     own = (strategy.sharding, strategy.offload, strategy.activation_checkpointing)
-    fit = partial(simulate_copy, module, world_size=world_size, ranks_per_node=ranks_per_node, **options)
+    fit = partial(simulate_copy, module, world_size=world_size, ranks_per_node=ranks_per_node, plans=[], **options)
     rows = []
     for setting in settings:
         is_own = own == (setting.sharding, setting.offload, setting.activation_checkpointing)
@@ -79,8 +79,8 @@ def _forecast(setting: Setting, fit: Fit, num_batches: int, *, is_own: bool, nod
         setting=setting,
         is_own=is_own,
         device={kind: one.device[kind] for kind in PERSISTENT} | {"buffers": one.at_peak["buffers"]},
-        host={kind: one.host[kind] for kind in PERSISTENT} | {"windows": 0, "activations": one.host["activations"]},
-        disk=dict.fromkeys(PERSISTENT, 0),
+        host={kind: one.host[kind] for kind in (*PERSISTENT, "windows", "activations")},
+        disk={kind: one.disk[kind] for kind in PERSISTENT},
         peak_bytes=one.peak_bytes,
         at_peak=dict(one.at_peak),
         phase=one.phase,

@@ -20,39 +20,31 @@ from lightning_zero.forecast.live_bytes import replaced
 from lightning_zero.lightning.tensor_training import TensorTraining
 from lightning_zero.moe.routed import RoutedExperts
 
-__all__ = ["planned_once", "trials_with_values"]
+__all__ = ["trials_with_values"]
 
 
 @contextmanager
-def trials_with_values(counter: DryRun) -> Iterator[None]:
-    """Let plans of tensor parallelism be found, and experts be tried, with values, and count nothing of it."""
+def trials_with_values(counter: DryRun, plans: list[Any]) -> Iterator[None]:
+    """Let plans of tensor parallelism be found, and experts be tried, with values, and count nothing of it.
+
+    Args:
+        counter: Of the simulation.
+        plans: The plan of earlier simulations of the module, which is used again; an empty list gets the one found.
+    """
     plan, verify = TensorTraining._agreed_plan, RoutedExperts.verify
 
     def planned(training: TensorTraining, module: pl.LightningModule, whole: Collection[str]) -> Any:
-        with counter.suspended():
-            counter.write(_tensors_of(module))
-            return plan(training, module, whole)
+        if not plans:
+            with counter.suspended():
+                counter.write(_tensors_of(module))
+                plans.append(plan(training, module, whole))
+        return plans[0]
 
     def verified(experts: RoutedExperts, name: str) -> None:
         with counter.suspended():
             verify(experts, name)
 
     with replaced(TensorTraining, "_agreed_plan", planned), replaced(RoutedExperts, "verify", verified):
-        yield
-
-
-@contextmanager
-def planned_once() -> Iterator[None]:
-    """Let the first plan of tensor parallelism be that of all simulations inside, which are of one module."""
-    plan = TensorTraining._agreed_plan
-    known: list[Any] = []
-
-    def planned(training: TensorTraining, module: pl.LightningModule, whole: Collection[str]) -> Any:
-        if not known:
-            known.append(plan(training, module, whole))
-        return known[0]
-
-    with replaced(TensorTraining, "_agreed_plan", planned):
         yield
 
 

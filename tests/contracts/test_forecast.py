@@ -157,11 +157,12 @@ class Case:
             return ActivationCheckpointing(policy="auto", budget_bytes=self.checkpointing)
         return None if self.checkpointing is None else ActivationCheckpointing(policy=self.checkpointing)  # type: ignore[arg-type]
 
-    def offload_to(self, path: Path) -> Offload | None:
-        if self.offload is None:
-            return None
-        options = OFFLOADS[self.offload]
-        return Offload(**options, path=path if "nvme" in options.values() else None)
+
+def offload_to(path: Path, name: str | None) -> Offload | None:
+    """Return an option of ``OFFLOADS``."""
+    if name is None:
+        return None
+    return Offload(**OFFLOADS[name], path=path if "nvme" in OFFLOADS[name].values() else None)
 
 
 def _away(engine: ZeroEngine) -> Callable[[], tuple[int, ...]]:
@@ -179,7 +180,7 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
     before = _live_bytes()
     counter = LiveBytes()
     memory = replaced(capacity, "free_bytes", lambda *_: (AUTO_BYTES, 0))
-    with memory, _most_awake() as awake, host_apart(counter) as activations, counter:
+    with memory, most_awake() as awake, host_apart(counter) as activations, counter:
         module = make()
         inputs = batch().clone()
         if case.precision in TRUE:
@@ -189,7 +190,7 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
         choice = forecast_of(module)
         engine = ZeroEngine(
             case.stage,
-            offload=case.offload_to(path),
+            offload=offload_to(path, case.offload),
             precision=MixedPrecision(compute_dtype=MIXED.get(case.precision)),
         )
         engine.shard(module)
@@ -235,7 +236,7 @@ def _run(rank: int, world: int, case: Case, path: Path) -> dict[str, int]:
 
 
 @contextmanager
-def _most_awake() -> Iterator[list[int]]:
+def most_awake() -> Iterator[list[int]]:
     """Yield a list whose value is the most bytes in memory so far of tensors on disks."""
     most, begin = [0], DiskStore.begin_hold
 
@@ -251,7 +252,7 @@ def _forecast(case: Case, path: Path, **options: Any) -> SettingForecast:
     make, batch = MODELS[case.model]
     strategy = ZeroStrategy(
         stage=case.stage,
-        offload=case.offload_to(path),
+        offload=offload_to(path, case.offload),
         activation_checkpointing=case.policy,
         communication=Communication(),
     )

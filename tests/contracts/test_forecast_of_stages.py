@@ -17,7 +17,7 @@ from lightning_zero.forecast.rehearsal import host_apart
 from lightning_zero.forecast.report import table
 from tests import worlds
 from tests.contracts.test_forecast import PEAK, PERSISTENT, SCALARS, FromStep
-from tests.contracts.test_simulated_steps import Fitted
+from tests.contracts.test_simulated_axes import SEQUENCE, Fitted
 from tests.lightning.test_estimate import WIDTH, Program
 from tests.lightning_programs import trainer
 
@@ -39,6 +39,8 @@ class Case:
     clips: bool = False
     accumulates: int = 1
     is_imported: bool = False  # the last four from a configuration of DeepSpeed
+    tensor: Any = None
+    experts: int | None = None
 
     def __str__(self) -> str:
         return "-".join(str(one) for one in vars(self).values() if one not in (None, False))
@@ -63,6 +65,8 @@ class Case:
             offload=self.offload,
             activation_checkpointing=self.checkpointing or None,
             pipeline=self.pipeline,
+            tensor_parallel=self.tensor,
+            expert_parallel=self.experts,
         )
 
     @property
@@ -144,7 +148,7 @@ def _compare(case: Case) -> None:
     assert abs(forecast.peak_bytes - max(peaks)) <= PEAK * max(peaks)
 
 
-QUICK = [Case("gpt", 1)]
+QUICK = [Case("gpt", 1), Case("moe", 2, 2, experts=2)]
 CASES = [
     *[
         Case(model, stage, 1, policy)
@@ -162,6 +166,20 @@ CASES = [
     Case("llama", 3, 2, OFFLOADED),
     Case("gpt", 2, 1, {"policy": "auto", "budget_bytes": 2**20}),
     Case("llama", 1, 1, {"policy": "auto", "budget_bytes": 2**30}),
+    *[
+        Case(model, stage, 2, policy, tensor=2)
+        for model, policy in (("gpt", False), ("llama", True))
+        for stage in (0, 1, 2, 3)
+    ],
+    *[Case("llama", stage, 2, tensor=SEQUENCE) for stage in (1, 3)],
+    Case("gpt", 3, 4, tensor=2),
+    Case("llama", 3, 2, True, "zb_h1", None, "bf16-mixed", True, tensor=2),
+    Case("gpt", 2, 2, False, "gpipe", "cpu", clips=True, tensor=2),
+    Case("gpt", 1, 2, accumulates=2, tensor=2),
+    Case("mixtral", 1),
+    *[Case(model, stage, 2, experts=2) for model in ("moe", "mixtral") for stage in (0, 1, 2, 3)],
+    Case("mixtral", 2, 2, True, experts=2),
+    Case("mixtral", 3, 4, tensor=2, experts=2),
 ]
 
 

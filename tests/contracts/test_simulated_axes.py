@@ -21,7 +21,7 @@ from lightning_zero.moe.routing import Router, Routing, count_choices
 from tests import worlds
 from tests.contracts import test_simulated_steps
 from tests.contracts.test_forecast import MODELS, Attention
-from tests.contracts.test_simulated_steps import STEPS, Written
+from tests.contracts.test_simulated_steps import DISKS, STEPS, Written
 from tests.lightning_programs import nodes, trainer
 
 EXPERTS = 4
@@ -146,6 +146,7 @@ def _compare(case: Case) -> None:
 
 SEQUENCE = {"size": 2, "sequence": True}
 CHECKPOINTED = {"activation_checkpointing": True}
+CLIPPED = {"gradient_clip_val": 1.0}
 QUICK = [
     Case("gpt", 2, {"stage": 3, "tensor_parallel": 2}),
     Case("moe", 2, {"stage": 2, "expert_parallel": 2}),
@@ -162,6 +163,10 @@ CASES = [
     Case("moe", 4, {"stage": 3, "expert_parallel": 4, **CHECKPOINTED}, {"gradient_clip_val": 1.0}),
     Case("mixtral", 2, {"stage": 2, "expert_parallel": 2}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
     Case("mixtral", 4, {"stage": 3, "tensor_parallel": 2, "expert_parallel": 2}),
+    *[Case("gpt", 2, {"stage": stage, "tensor_parallel": 2, "offload": DISKS}) for stage in (1, 2, 3)],
+    Case("llama", 4, {"stage": 3, "tensor_parallel": 2, "offload": {**DISKS, "params": "nvme"}}, CLIPPED),
+    Case("moe", 2, {"stage": 2, "expert_parallel": 2, "offload": DISKS}),
+    Case("mixtral", 4, {"stage": 3, "expert_parallel": 2, "offload": {**DISKS, "params": "nvme"}}, CLIPPED),
     Case("gpt", 4, {"stage": {"params": "node", "grads": "node"}, "tensor_parallel": 2}, node=4),
     Case("gpt", 4, {"stage": {"params": "node", "grads": "node", "optim": "world"}, "tensor_parallel": 2}, node=2),
     Case("moe", 4, {"stage": {"params": "node", "grads": "node"}, "expert_parallel": 2}, node=2),

@@ -329,10 +329,6 @@ def test_scopes_of_a_node_say_what_crosses_nodes() -> None:
             r"`Pipeline\(partition='measured'\)` is not forecast yet",
         ),
         (
-            ZeroStrategy(pipeline=Pipeline(stages=2), tensor_parallel=2),
-            "`pipeline` with `tensor_parallel` or `expert_parallel` is not forecast yet",
-        ),
-        (
             ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp", fraction="auto")),
             r"`Offload\(fraction='auto'\)` to disks, or on a CPU, is not forecast",
         ),

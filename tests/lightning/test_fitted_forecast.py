@@ -75,6 +75,16 @@ def test_divided_experts_are_a_part_and_tokens_are_even() -> None:
     assert divided.sent_bytes > exchanged
 
 
+def test_disks_have_the_states_of_the_parts() -> None:
+    strategy = ZeroStrategy(stage=1, tensor_parallel=GIVEN)
+    on_device = _own(strategy)
+    on_disks = _own(ZeroStrategy(stage=1, tensor_parallel=GIVEN, offload=Offload(optimizer="nvme", path="/tmp")))
+    assert on_disks.device["optimizer"] == 0
+    with_masters = on_device.device["optimizer"] * 3 / 2
+    assert on_disks.disk["optimizer"] == pytest.approx(with_masters, rel=0.01)
+    assert on_disks.host["windows"] > 0
+
+
 def test_the_yaml_names_divided_experts() -> None:
     found = _forecast(ZeroStrategy(stage=2, expert_parallel=2), "moe", side_by_side=False)
     assert found.base == {"expert_parallel": 2, "state_dict_type": "full"}
@@ -101,11 +111,6 @@ def test_bad_input_is_refused() -> None:
         _own(ZeroStrategy(stage=1, expert_parallel=2))
     with pytest.raises(ValueError, match="say how many ranks a node has"):
         _own(ZeroStrategy(stage=Sharding(params="node", grads="node"), tensor_parallel=GIVEN))
-    disks = ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp"), tensor_parallel=GIVEN)
-    with pytest.raises(
-        ValueError, match="`offload` to disks with `pipeline`, `tensor_parallel` or `expert_parallel` is not forecast"
-    ):
-        _own(disks)
 
 
 def test_a_wrong_plan_is_refused_as_in_a_run() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import Offload, ZeroStrategy
+from lightning_zero import Offload, Pipeline, ZeroStrategy
 from lightning_zero.lightning.forecast_options import (
     accumulation_of,
     on_cpu,
@@ -32,11 +32,12 @@ def test_a_batch_of_deepspeed_is_divided_among_copies_of_the_model() -> None:
 
 
 def test_options_are_refused_in_the_words_of_the_caller() -> None:
-    strategy = ZeroStrategy(offload=Offload(optimizer="nvme", path="/tmp"), tensor_parallel=2)
-    message = "`offload` to disks with `pipeline`, `tensor_parallel` or `expert_parallel` is not simulated yet."
+    strategy = ZeroStrategy(pipeline=Pipeline(stages=2, partition="measured"))
+    message = r"`Pipeline\(partition='measured'\)` is not simulated yet."
     with pytest.raises(ValueError, match=message):
         refuse_unforecast(strategy, world_size=2, accelerator="cpu", verb="simulated", noun="simulation")
-    refuse_unforecast(ZeroStrategy(tensor_parallel=2, expert_parallel=2), world_size=4, accelerator="cpu")
+    allowed = ZeroStrategy(tensor_parallel=2, expert_parallel=2, pipeline=2)
+    refuse_unforecast(allowed, world_size=8, accelerator="cpu")
 
 
 def test_tensors_without_values_become_ordinary_ones() -> None:

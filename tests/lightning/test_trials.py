@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_zero.forecast.dry_run import DryRun
 from lightning_zero.lightning.tensor_training import TensorTraining
-from lightning_zero.lightning.trials import planned_once, trials_with_values
+from lightning_zero.lightning.trials import trials_with_values
 from lightning_zero.moe.routed import RoutedExperts
 
 MANY = 4096
@@ -29,12 +29,14 @@ def test_plans_are_made_with_values_and_counted_nowhere(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TensorTraining, "_agreed_plan", plan)
     counter = DryRun()
-    with trials_with_values(counter), counter:
+    plans: list[Any] = []
+    with trials_with_values(counter, plans), counter:
         module: Any = Masked()
         assert float(module.mask.sum()) == 0  # it has no values
         live = counter.live
         total, mask, table = TensorTraining._agreed_plan(Mock(), module, ())
         assert counter.live == live
+        assert TensorTraining._agreed_plan(Mock(), Mock(), ()) is plans[0]  # again, without a trial
     assert total == 3 * MANY
     assert 0 < mask < MANY
     assert 0 < table < MANY
@@ -55,16 +57,8 @@ class Normed(nn.Module):
 
 def test_experts_are_tried_with_values() -> None:
     counter = DryRun()
-    with trials_with_values(counter), counter:
+    with trials_with_values(counter, []), counter:
         experts = RoutedExperts.of(Normed())
         assert experts is not None
         with pytest.raises(ValueError, match="its result is not the sum of the results of single experts"):
             experts.verify("mlp.experts")
-
-
-def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Mock(side_effect=[1, 2])
-    monkeypatch.setattr(TensorTraining, "_agreed_plan", lambda *call: plan())
-    with planned_once():
-        assert [TensorTraining._agreed_plan(Mock(), Mock(), ()) for _ in range(2)] == [1, 1]
-    assert TensorTraining._agreed_plan(Mock(), Mock(), ()) == 2
