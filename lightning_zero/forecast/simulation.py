@@ -54,7 +54,8 @@ class Simulation:
             and ``""`` between.
         flops: Operations of matrix products, convolutions and attention, recomputation included.
         device: Bytes on the device at the end of the backward, by kind, without activations.
-        host: Of these kinds in host memory; also ``windows`` and the most of ``activations``, as in ``SettingForecast``.
+        host: Of these kinds in host memory; also ``windows``, and the most of ``activations``, as in
+            ``SettingForecast``.
         disk: Of these kinds on disks.
     """
 
