@@ -96,7 +96,6 @@ IN_CONTRACTS = {
     "lightning_zero/parallel/pipeline/stages/own_changes.py": "tests/contracts/test_pipeline_reads_between_steps.py",
     "lightning_zero/parallel/pipeline/stages/parameter_hooks.py": "tests/contracts/test_pipeline_parameter_hooks.py",
     "lightning_zero/parallel/pipeline/stages/attribute_reads.py": "tests/contracts/test_pipeline_values_in_hooks.py",
-    "lightning_zero/parallel/pipeline/tracing/sent_numbers.py": "tests/contracts/test_pipeline_numbers.py",
     "lightning_zero/parallel/pipeline/tracing/object_state.py": "tests/contracts/test_pipeline_state_around.py",
     "lightning_zero/parallel/pipeline/stages/placed_attributes.py": "tests/contracts/test_pipeline_state_around.py",
     "lightning_zero/parallel/pipeline/stages/state_values.py": "tests/contracts/test_pipeline_state_around.py",

@@ -102,6 +102,7 @@ class ModuleInterception:
         self._places = {id(module.get_submodule(place.name)): place for place in split.places}
         self._modules = [module.get_submodule(place.name) for place in split.places]
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._watched_numbers = NumberReads()
         self._users = users_of_parameters(module, split)
         names = {key: place.name for key, place in self._places.items()}
         placed = [(child, place.chunk) for child, place in zip(self._modules, split.places, strict=True)]
@@ -238,7 +239,7 @@ class ModuleInterception:
             if is_here and not is_object and (value is None or value is ABSENT or is_sent(value) or _is_empty(value)):
                 note_read(*owners[id(module)], name)
 
-        return NumberReads(note).watched(list({id(one): one for one in watched}.values()))
+        return self._watched_numbers.watched(list({id(one): one for one in watched}.values()), note)
 
     def arguments(self, step: Callable[[], Any], chunk: int, available: Iterable[Source]) -> tuple[list[Any], Origins]:
         """Return the leaves of the arguments of a chunk's first block, fake where other chunks compute them.

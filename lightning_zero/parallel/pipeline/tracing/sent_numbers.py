@@ -138,27 +138,34 @@ def _as_it_is(value: Any) -> Any:
 
 
 class NumberReads:
-    """Lets modules tell which of their attributes with numbers are read.
+    """Lets modules tell which of their attributes with numbers are read; keep it, because it keeps their classes."""
 
-    Args:
-        note: Called with the module, the name of the attribute, and its value.
-    """
-
-    def __init__(self, note: Callable[[nn.Module, str, Any], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
+        self._note: Callable[[nn.Module, str, Any], None] | None = None
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
 
     @contextmanager
-    def watched(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Watch modules of the program; of those of PyTorch it is rates of dropout that change."""
+    def watched(self, modules: Sequence[nn.Module], note: Callable[[nn.Module, str, Any], None]) -> Iterator[None]:
+        """Watch modules of the program; of those of PyTorch it is rates of dropout that change.
+
+        Args:
+            modules: To be watched.
+            note: Called with the module, the name of the attribute, and its value.
+        """
         before = [(module, type(module)) for module in modules if _may_change(type(module))]
+        outer, self._note = self._note, note
         try:
             for module, cls in before:
                 module.__class__ = self._watched_class(cls)
             yield
         finally:
+            self._note = outer
             for module, cls in before:
                 module.__class__ = cls
+
+    def _tell(self, module: nn.Module, name: str, value: Any) -> None:
+        if self._note is not None:
+            self._note(module, name, value)
 
     def _watched_class(self, cls: type[nn.Module]) -> type[nn.Module]:
         if cls not in self._classes:
@@ -169,10 +176,10 @@ class NumberReads:
                 except AttributeError:
                     registered = (vars(module)[kept] for kept in ("_parameters", "_buffers", "_modules"))
                     if not (name.startswith("__") or any(name in kept for kept in registered)):
-                        self._note(module, name, ABSENT)
+                        self._tell(module, name, ABSENT)
                     raise
                 if name not in OF_MODULES and not name.startswith("__") and not callable(value):
-                    self._note(module, name, value)
+                    self._tell(module, name, value)
                 return value
 
             self._classes[cls] = subclass_of(cls, {"__getattribute__": read})
