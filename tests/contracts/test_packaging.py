@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,10 @@ def test_hooks_before_a_commit_use_the_installed_tools() -> None:
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert repo["repo"] == "local"
     assert all(hook["entry"].startswith(".venv/bin/python -m ") for hook in repo["hooks"])
+
+
+def test_the_repository_has_no_downloads() -> None:
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=False, capture_output=True, text=True).stdout.split()
+    assert not [
+        name for name in names if (ROOT / name).stat().st_size > 2**20 or name.endswith((".whl", ".gz", ".zip"))
+    ]
