@@ -95,7 +95,6 @@ def test_hooks_before_a_commit_use_the_installed_tools() -> None:
 
 
 def test_the_repository_has_no_downloads() -> None:
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=False, capture_output=True, text=True).stdout.split()
-    assert not [
-        name for name in names if (ROOT / name).stat().st_size > 2**20 or name.endswith((".whl", ".gz", ".zip"))
-    ]
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=False, capture_output=True, text=True).stdout
+    files = [ROOT / name for name in listed.splitlines()]
+    assert not [file for file in files if file.stat().st_size > 2**20 or file.suffix in (".whl", ".gz", ".zip")]
