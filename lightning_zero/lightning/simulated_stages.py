@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning_zero.config import Pipeline
 from lightning_zero.forecast.clock import Clock
 from lightning_zero.forecast.live_bytes import replaced
 from lightning_zero.forecast.stage_groups import PostBox, between_stages
+from lightning_zero.lightning.process_hooks import ProcessHooks
 from lightning_zero.lightning.tensor_training import TensorTraining
 from lightning_zero.parallel.pipeline.pipeline import PipelineRunner
 
@@ -62,7 +64,7 @@ def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
         accelerator: As in ``simulate_step``: over NCCL a device waits for messages by itself.
     """
     forward, backward, p2p = PipelineRunner._forward, PipelineRunner._backward, P2P.__init__
-    plan = TensorTraining._agreed_plan
+    plan, asked = TensorTraining._agreed_plan, count()
 
     def in_forward(runner: Any, *args: Any) -> None:
         counter.enter_phase("forward")
@@ -84,6 +86,13 @@ def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
             store.set("plan", pickle.dumps(plan(training, module, whole)))
         return pickle.loads(store.get("plan"))
 
+    def of_all_stages(hooks: Any, value: int) -> int:
+        """Return the largest number of the stages, whose answers differ: those of other copies are alike."""
+        stages = hooks.pipeline.stages
+        key = f"largest/{next(asked)}"
+        store.set(f"{key}/{dist.get_rank() * stages // dist.get_world_size()}", str(value))
+        return max(int(store.get(f"{key}/{stage}")) for stage in range(stages))
+
     def last_call() -> Any:
         return counter.clock.calls[-1] if counter.is_on and counter.clock.calls else None
 
@@ -92,6 +101,7 @@ def staged(store: Any, counter: Counter, accelerator: str) -> Iterator[None]:
         stack.enter_context(replaced(PipelineRunner, "_forward", in_forward))
         stack.enter_context(replaced(PipelineRunner, "_backward", in_backward))
         stack.enter_context(replaced(TensorTraining, "_agreed_plan", of_first_stage))
+        stack.enter_context(replaced(ProcessHooks, "_largest", of_all_stages))
         if accelerator != "cpu":
             stack.enter_context(replaced(P2P, "__init__", of_device))
         yield
