@@ -57,6 +57,7 @@ class Simulation:
         host: Of these kinds in host memory; also ``windows``, and the most of ``activations``, as in
             ``SettingForecast``.
         disk: Of these kinds on disks.
+        notes: Sentences about what was assumed.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class Simulation:
     device: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
     disk: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     @property
     def sent_bytes(self) -> dict[str, int]:
@@ -115,6 +117,7 @@ def simulation_text(simulation: Simulation, *, lists_calls: bool = True) -> str:
         f"{one.flops / 1e12:.4f} TFLOP, {one.utilisation:.1%} of {one.tflops:g} TFLOP/s",
         f"{len(one.calls)} calls; MiB sent: "
         + (", ".join(f"{kind} {nbytes / _MIB:.3f}" for kind, nbytes in one.sent_bytes.items()) or "none"),
+        *one.notes,
     ]
     if lists_calls and one.calls:
         words += ["", *aligned([_HEAD, *(_row(number, call) for number, call in enumerate(one.calls, 1))], left=(1, 2))]

@@ -46,7 +46,7 @@ from lightning_zero.lightning.precision import (
     ZeroStep,
     engine_precision,
 )
-from lightning_zero.lightning.simulated_gpu import GPU_BYTES, simulated_gpu
+from lightning_zero.lightning.simulated_gpu import assumptions, simulated_gpu
 from lightning_zero.lightning.stage_forecast import forecast_stages
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.parallel.pipeline.stages.specs import SpecifiedLayers
@@ -155,10 +155,10 @@ def estimate_memory(
             batch=batch,
             optimizer=optimizer,
             gradient_clip_val=1.0 if model.clips else None,
-            device_bytes=memory,
+            device_memory=memory,
         )
         if memory is None and accelerator != "cpu":
-            model.notes.extend(_assumptions(strategy, rows))
+            model.notes.extend(_assumed(strategy, rows))
         return forecast(settings=rows)
     rehearsed: Any = partial(
         _rehearsed, engines=engines, world_size=world_size, known={}, accelerator=accelerator, memory=memory
@@ -187,7 +187,7 @@ def estimate_memory(
             for setting in settings
         ]
     if memory is None and accelerator != "cpu":
-        model.notes.extend(_assumptions(strategy, rows))
+        model.notes.extend(_assumed(strategy, rows))
     return forecast(settings=rows)
 
 
@@ -244,22 +244,9 @@ def _rehearsed(
         )
 
 
-def _assumptions(strategy: ZeroStrategy, rows: Sequence[SettingForecast]) -> Iterator[str]:
-    """Yield a sentence if an option decides by the memory of a GPU."""
-    pipeline, checkpointing = strategy.pipeline, strategy.activation_checkpointing
+def _assumed(strategy: ZeroStrategy, rows: Sequence[SettingForecast]) -> Iterator[str]:
     has_stage_3 = any(one.setting.sharding.stage == 3 for one in rows)
-    deciding = {
-        '`Pipeline(reduce="auto")` of stage 3': pipeline is not None and pipeline.reduce == "auto" and has_stage_3,
-        '`ActivationCheckpointing(policy="auto")`': checkpointing is not None
-        and checkpointing.policy == "auto"
-        and checkpointing.budget_bytes is None,
-        '`Offload(fraction="auto")`': strategy.offload is not None and strategy.offload.fraction == "auto",
-    }
-    for option, decides in deciding.items():
-        if decides:
-            yield (
-                f"{option} decides by the memory of a GPU, taken as {GPU_BYTES // 2**30} GiB. Name it with `memory`."
-            )
+    return assumptions(strategy, has_stage_3=has_stage_3, argument="memory")
 
 
 def _has_axes(strategy: ZeroStrategy) -> bool:

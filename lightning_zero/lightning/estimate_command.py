@@ -6,11 +6,11 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from lightning_zero.checkpoint.safetensors import parse_size
 from lightning_zero.forecast.compare import comparison, logged_memory
 from lightning_zero.forecast.report import check_picture, draw, json_of, table
 from lightning_zero.lightning.estimate import estimate_memory
 from lightning_zero.lightning.run_config import RunConfig
+from lightning_zero.lightning.simulated_gpu import gpu_bytes
 
 __all__ = ["estimate"]
 
@@ -61,7 +61,7 @@ def estimate(
     with redirect_stdout(sys.stderr):  # for what the program prints
         config = RunConfig.read("estimate", run, module=module, data=data)
         num_ranks, node = config.world(world, ranks_per_node)
-        nbytes = None if memory is None else _bytes(memory)
+        nbytes = gpu_bytes("memory", memory)
         forecast = estimate_memory(
             config.make,
             config.strategy,
@@ -92,10 +92,3 @@ def estimate(
             else f"\nThe fastest setting that fits into {memory}: {fastest.setting}\n\n{forecast.yaml(fastest)}",
             end="\n" if fastest is None else "",
         )
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ValueError(f"`--memory={text}` is not a size. Use a number of bytes, or text such as '80GiB'.") from error

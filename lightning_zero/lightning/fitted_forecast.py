@@ -75,7 +75,7 @@ def rehearse_fit(
         ranks_per_node=ranks_per_node,
         accumulate_grad_batches=program.microbatches,
         gradient_clip_val=1.0 if program.clips else None,
-        device_bytes=memory,
+        device_memory=memory,
         plans=plans,
     ).values()
     sent, across = sent_bytes(found, ranks_per_node)

@@ -48,7 +48,7 @@ from lightning_zero.lightning.forecast_options import (
     without_meta,
 )
 from lightning_zero.lightning.precision import ZeroStep
-from lightning_zero.lightning.simulated_gpu import simulated_gpu
+from lightning_zero.lightning.simulated_gpu import assumptions, simulated_gpu
 from lightning_zero.lightning.simulated_stages import ranks_of_copy, staged
 from lightning_zero.lightning.strategy import ZeroStrategy
 from lightning_zero.lightning.trials import trials_with_values
@@ -77,6 +77,7 @@ def simulate_step(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
     rates: MachineRates | None = None,
+    device_memory: int | None = None,
 ) -> Simulation:
     """Simulate a training step of one rank: its calls in order, its memory over time, and a modelled time.
 
@@ -98,11 +99,14 @@ def simulate_step(
         gradient_clip_val: As in the Trainer.
         gradient_clip_algorithm: As in the Trainer.
         rates: By which the step is timed; by default those of a node of H100.
+        device_memory: Bytes of a GPU, by which ``Pipeline(reduce="auto")``, ``ActivationCheckpointing(policy="auto")``
+            and ``Offload(fraction="auto")`` decide; by default 80 GiB.
 
     Raises:
         ValueError: An option is one that is not simulated, or there is no batch or optimizer; the error names it.
         RuntimeError: There is a process group in this process.
     """
+    _check_memory(device_memory, accelerator)
     found = simulate_copy(
         module,
         strategy,
@@ -117,6 +121,7 @@ def simulate_step(
         accumulate_grad_batches=accumulate_grad_batches,
         gradient_clip_val=gradient_clip_val,
         gradient_clip_algorithm=gradient_clip_algorithm,
+        device_memory=device_memory,
     )
     return found[rank]
 
@@ -184,12 +189,9 @@ def _simulated(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
     store: Any = None,
-    device_bytes: int | None = None,
+    device_memory: int | None = None,
 ) -> Simulation:
-    """Simulate a rank in this process; ``store`` is that of the processes of a pipeline's stages.
-
-    ``device_bytes`` is the memory of a GPU, or None.
-    """
+    """Simulate a rank in this process; ``store`` is that of the processes of a pipeline's stages."""
     strategy.communication = replace(strategy.communication, backend="gloo" if accelerator == "cpu" else "nccl")
     counter = _Counter(rates or MachineRates(), node)
     told = _LastStep(counter, accumulate_grad_batches)
@@ -198,7 +200,7 @@ def _simulated(
         pretended_world(world_size, rank),
         _quiet(),
         pipelined,
-        simulated_gpu(counter, accelerator, device_bytes),
+        simulated_gpu(counter, accelerator, device_memory),
         trials_with_values(counter, plans),
         host_apart(counter, page_locks=accelerator != "cpu") as host,
         counter,
@@ -237,6 +239,9 @@ def _simulated(
             f" before {len(batches)} batches. A simulation is for modules whose optimizers step in every"
             " `accumulate_grad_batches` batches."
         )
+    notes: list[str] = []
+    if device_memory is None and accelerator != "cpu":
+        notes.extend(assumptions(strategy, has_stage_3=strategy.sharding.stage == 3, argument="device_memory"))
     clock, peak = counter.clock, told.peak
     return Simulation(
         rank=rank,
@@ -256,6 +261,7 @@ def _simulated(
         seconds=clock.now_s,
         phases=clock.phases_s,
         flops=clock.flops,
+        notes=notes,
     )
 
 
@@ -286,6 +292,15 @@ def _check(rank: int, world_size: int, accumulate_grad_batches: int, rates: Mach
         raise ValueError(f"`accumulate_grad_batches={count!r}` must be a number of 1 or more.")
     if rates is not None and not isinstance(rates, MachineRates):
         raise ValueError(f"`rates={rates!r}` must be `MachineRates(...)` or None.")
+
+
+def _check_memory(nbytes: int | None, accelerator: str) -> None:
+    if nbytes is None:
+        return
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise ValueError(f"`device_memory={nbytes!r}` must be a number of bytes above 0, such as 24 * 2**30.")
+    if accelerator == "cpu":
+        raise ValueError(f"`device_memory={nbytes}` is that of a GPU. With `accelerator='cpu'` leave it out.")
 
 
 def _node(world_size: int, given: int | None) -> int:

@@ -13,6 +13,7 @@ from lightning_zero.forecast.report import check_picture
 from lightning_zero.forecast.simulation import draw_simulation, simulation_json, simulation_text
 from lightning_zero.lightning.run_config import RunConfig
 from lightning_zero.lightning.simulate import simulate_step
+from lightning_zero.lightning.simulated_gpu import gpu_bytes
 
 __all__ = ["simulate"]
 
@@ -26,6 +27,7 @@ def simulate(
     data: str | None = None,
     ranks_per_node: int | None = None,
     precision: str | None = None,
+    device_memory: str | None = None,
     measure: bool = False,
     tflops: float | None = None,
     tflops_fp32: float | None = None,
@@ -55,10 +57,12 @@ def simulate(
             the world, or all.
         precision: Overrides that of the configuration: ``32-true``, ``64-true``, ``bf16-mixed``, ``bf16-true``,
             ``16-mixed`` or ``16-true``.
+        device_memory: Memory of a GPU, such as ``80GiB``, by which ``Pipeline(reduce="auto")``,
+            ``ActivationCheckpointing(policy="auto")`` and ``Offload(fraction="auto")`` decide; by default 80 GiB.
         measure: Measure rates of this machine first, in some seconds; rates that are given win.
         tflops: 10**12 operations per second of matrix products in 16 bits.
         tflops_fp32: Those of products in fp32 and fp64, as with ``32-true``.
-        memory: GB per second of the device's memory.
+        memory: GB per second that operations read and write on the device.
         link: GB per second that a rank sends within its node.
         network: GB per second that a rank sends to other nodes.
         host: GB per second of host memory and of copies to the device.
@@ -104,6 +108,7 @@ def simulate(
             accumulate_grad_batches=config.accumulate_grad_batches,
             gradient_clip_val=config.gradient_clip_val,
             gradient_clip_algorithm=config.gradient_clip_algorithm,
+            device_memory=gpu_bytes("device_memory", device_memory),
             rates=MachineRates(**{**(step_rates() if measure else {}), **set_rates}),
         )
     if plot is not None:

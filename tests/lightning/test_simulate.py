@@ -303,6 +303,8 @@ class Stops(Program):
         (Lbfgs, {"strategy": ZeroStrategy(stage=0)}, "`LBFGS`, whose step needs a closure, is not simulated yet"),
         (Program, {"accumulate_grad_batches": 0}, "`accumulate_grad_batches=0` must be a number of 1 or more"),
         (Program, {"accumulate_grad_batches": 2.0}, "`accumulate_grad_batches=2.0` must be"),
+        (Program, {"device_memory": 2**30}, "`device_memory=1073741824` is that of a GPU. With `acc"),
+        (Program, {"device_memory": "80GiB"}, "`device_memory='80GiB'` must be a number of bytes above 0"),
         (Program, {"rates": 5}, "`rates=5` must be `MachineRates"),
         (Program, {"strategy": "zero_3"}, "`strategy='zero_3'` is not simulated"),
         (Program, {"strategy": _of_a_trainer()}, "`strategy` is that of a Trainer"),

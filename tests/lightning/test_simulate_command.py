@@ -32,12 +32,23 @@ def test_json_and_pictures_and_rates(
     assert picture.exists()
 
 
+def test_the_memory_of_a_gpu_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = "{class_path: lightning_zero.ZeroStrategy, init_args: {offload: {fraction: auto}}}"
+    found = []
+    for memory in ([], ["--device_memory=1KiB"]):
+        assert main(["simulate", _config(tmp_path, auto), "--world=2", "--json=true", *memory]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert [sum(one["host"].values()) > 0 for one in found] == [False, True]
+    assert [len(one["notes"]) for one in found] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "`simulate` needs a model: give `--config=run.yaml` or `--module=package.module:name`"),
         ([f"--module={MODULES}:Described", "--rank=1"], "`rank=1` must be one of the ranks 0 to 0"),
         ([f"--module={MODULES}:Described", "--link=0"], "`link=0.0` must be a number above 0"),
+        ([f"--module={MODULES}:Described", "--device_memory=much"], "`--device_memory=much` is not a size"),
         ([f"--module={MODULES}:Program"], "A simulation needs a batch of `Program`"),
         ([f"--module={MODULES}:not_a_module"], "gives a `int`"),
     ],

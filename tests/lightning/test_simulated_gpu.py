@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_zero import ActivationCheckpointing, MachineRates, Offload, ZeroStrategy, estimate_memory, simulate_step
 from lightning_zero.forecast.report import table
 from lightning_zero.forecast.settings import MemoryForecast
+from lightning_zero.forecast.simulation import simulation_text
 
 WIDTH, DEPTH, BATCH = 64, 6, torch.ones(512, 64)
 AUTO = ActivationCheckpointing(policy="auto")
@@ -71,6 +72,18 @@ def test_a_simulation_chooses_as_a_forecast() -> None:
     )
     assert simulation.peak_bytes == pytest.approx(_forecast(None).own.peak_bytes, rel=0.05)
     assert simulation.host["activations"] == DEPTH * BATCH.nbytes  # of the second step
+
+
+def test_a_simulation_says_which_memory_decides_and_takes_another() -> None:
+    strategy = ZeroStrategy(stage=2, activation_checkpointing=AUTO)
+    assumed, small = (
+        simulate_step(Program(), strategy, world_size=2, batch=BATCH, device_memory=memory) for memory in (None, 2**10)
+    )
+    sentence = '`ActivationCheckpointing(policy="auto")` decides by the memory of a GPU, taken as 80 GiB. Name it with'
+    assert list(assumed.notes) == [f"{sentence} `device_memory`."]
+    assert sentence in simulation_text(assumed)
+    assert list(small.notes) == []
+    assert small.peak_bytes < assumed.peak_bytes
 
 
 def test_offloaded_activations_take_the_time_of_their_copies() -> None:
