@@ -138,11 +138,17 @@ class ImportedConfig:
         return [LRSchedulerConfig(schedule, interval="step")]
 
     def _lose_section(self, section: str, becomes: str) -> None:
-        """Use that of the module, and warn: under Lightning's ``DeepSpeedStrategy`` it is the other way round."""
+        """Use that of the module, and warn.
+
+        Lightning's ``DeepSpeedStrategy`` does not call ``configure_optimizers`` if there is a section ``optimizer``;
+        otherwise it passes the module's schedule on, and the version of DeepSpeed decides.
+        """
+        theirs = (
+            "" if self.plan.optimizer is None else ", where Lightning's `DeepSpeedStrategy` uses the configuration's"
+        )
         rank_zero_warn(
-            f"DeepSpeed's configuration and the module both have the {section}: {becomes}, where Lightning's"
-            f" `DeepSpeedStrategy` uses the configuration's. Take `{section}` out of the configuration, or, to train"
-            " with it, out of `configure_optimizers`."
+            f"DeepSpeed's configuration and the module both have the {section}: {becomes}{theirs}. Take `{section}` out"
+            " of the configuration, or, to train with it, out of `configure_optimizers`."
         )
         for row in self.plan.rows:
             if row.key.strip("()").startswith(f"{section}."):

@@ -346,6 +346,20 @@ def test_the_schedule_is_made_where_the_module_makes_none(caplog: pytest.LogCapt
     assert "the schedule of `configure_optimizers` is used instead" in table(caplog)["scheduler.type"]
 
 
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_a_lost_schedule_is_said_to_differ_from_deepspeed_strategy_only_beside_an_optimizer(
+    has_optimizer: bool,
+) -> None:
+    """Without a section `optimizer` Lightning's `DeepSpeedStrategy` passes the module's schedule on to DeepSpeed."""
+    config: dict[str, Any] = {"scheduler": {"type": "WarmupLR", "params": {}}}
+    if has_optimizer:
+        config["optimizer"] = {"type": "AdamW", "params": {}}
+    with pytest.warns(UserWarning, match="both have the scheduler") as found:
+        fitted(config, ByHand())
+    (said,) = [str(one.message) for one in found if "both have the scheduler" in str(one.message)]
+    assert ("DeepSpeedStrategy" in said) == has_optimizer
+
+
 def test_a_schedule_of_pytorch_is_stepped_at_every_step() -> None:
     trainer = fitted({"scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}}, Net())
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.02 * 0.5**8
