@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +111,7 @@ def simulation_text(simulation: Simulation, *, lists_calls: bool = True) -> str:
         "rates: " + ", ".join(f"{name} {value:g}" for name, value in asdict(one.rates).items()),
         f"peak {one.peak_bytes / _GIB:.3f} GiB in {one.phase} {one.module}".rstrip(),
         "  " + ", ".join(f"{kind} {nbytes / _GIB:.3f}" for kind, nbytes in one.at_peak.items() if nbytes),
+        *_away(one),
         f"modelled step {one.seconds * 1e3:.3f} ms: "
         + ", ".join(f"{name or 'between'} {seconds * 1e3:.3f}" for name, seconds in one.phases.items())
         + f", exposed communication {one.exposed_s * 1e3:.3f}",
@@ -122,6 +123,13 @@ def simulation_text(simulation: Simulation, *, lists_calls: bool = True) -> str:
     if lists_calls and one.calls:
         words += ["", *aligned([_HEAD, *(_row(number, call) for number, call in enumerate(one.calls, 1))], left=(1, 2))]
     return "\n".join(words)
+
+
+def _away(one: Simulation) -> Iterator[str]:
+    """Yield a line with the bytes in host memory and on disks, if there are any."""
+    sizes = {"host": sum(one.host.values()), "disk": sum(one.disk.values())}
+    if any(sizes.values()):
+        yield ", ".join(f"{name} {nbytes / _GIB:.3f} GiB" for name, nbytes in sizes.items() if nbytes)
 
 
 def _row(number: int, one: SimulatedCall) -> tuple[str, ...]:

@@ -66,6 +66,13 @@ def test_the_text_lists_calls_in_their_order() -> None:
     assert simulation_text(_simulation(calls=[])).endswith("0 calls; MiB sent: none")
 
 
+def test_the_text_says_the_bytes_in_host_memory_and_on_disks() -> None:
+    shown = simulation_text(_simulation(host={"optimizer": 2**30, "windows": 2**29}, disk={"optimizer": 2**31}))
+    assert "\nhost 1.500 GiB, disk 2.000 GiB\nmodelled step" in shown
+    assert "\ndisk 2.000 GiB\nmodelled step" in simulation_text(_simulation(host={"optimizer": 0}, disk={"p": 2**31}))
+    assert "GiB\nmodelled" not in simulation_text(_simulation(host={"optimizer": 0}))
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"), [((0,), "  0  "), ((1, 9), "  1,9  "), ((0, 1, 3), "  0,1,3  "), ((2, 3, 4), "  2-4  ")]
 )
