@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -269,6 +270,8 @@ class _Steps:
         return stats
 
     def _forward_backward(self, *, is_first: bool) -> None:
+        if self._choice is not None:
+            self._choice.begin_batch(torch.device("cpu"))
         with self._counter.phase("forward"), self._engine.scope("training_step"), self._trainee.context():
             loss = self._trainee.loss()
         if is_first:

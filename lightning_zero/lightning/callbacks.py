@@ -143,6 +143,7 @@ class ZeroMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin the forward."""
+        self._meter.note_peak()
         self._begin("forward")
         self._count_experts(True)
         if self._flops is not None:

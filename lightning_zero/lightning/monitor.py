@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_zero.engine.access.statistics import away_bytes
 from lightning_zero.engine.engine import ZeroEngine
-from lightning_zero.storage.copies import Stamp, memory_of, reset_most_allocated
+from lightning_zero.storage.copies import Stamp, memory_of, most_allocated, reset_most_allocated
 
 __all__ = ["Meter", "Phases", "memory_in_use", "samples_in", "tokens_in"]
 
@@ -32,7 +32,8 @@ class Meter:
 
     Call protocol:
         1. ``start``.
-        2. ``count`` once per micro-batch; ``pause`` and ``resume`` around work that is not training.
+        2. ``note_peak`` before each micro-batch, and ``count`` after it; ``pause`` and ``resume`` around work that is
+           not training.
         3. ``row`` after any number of steps: numbers per step since the last ``row``.
 
     Args:
@@ -64,11 +65,15 @@ class Meter:
         self._tokens += tokens or 0
         self._samples += samples or 0
 
+    def note_peak(self) -> None:
+        """Take note of the peak so far, before a choice of checkpointing measures it anew."""
+        if (device := self._gpu) is not None and self._resumed is not None:
+            self._most_allocated = max(self._most_allocated, most_allocated(device))
+
     def pause(self) -> None:
         """Stop the clock, and counting the bytes and waits of the engine."""
         if self._resumed is not None:
-            if (device := self._gpu) is not None:
-                self._most_allocated = max(self._most_allocated, memory_of(device).most_allocated)
+            self.note_peak()
             self._seconds += time.perf_counter() - self._resumed
             self._resumed = None
             for name, count in self._counts().items():

@@ -30,7 +30,7 @@ def simulated_gpu(counter: LiveBytes, accelerator: str, nbytes: int | None) -> I
     with ExitStack() as stack:
         if accelerator != "cpu":
             stack.enter_context(replaced(pipelined_steps, "device_bytes", lambda *_: total))
-            stack.enter_context(replaced(activations, "free_at_peak", lambda _: total - counter.peak.nbytes))
+            stack.enter_context(replaced(activations, "free_at_peak", lambda *_: total - counter.peak.nbytes))
             stack.enter_context(replaced(capacity, "free_bytes", lambda *_: (total, 0)))
             stack.enter_context(replaced(compatibility, "refuse_without_budget", lambda *_: None))
         yield

@@ -692,6 +692,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run ``LightningModule.training_step`` with the parameters it needs."""
+        if self._forecast is not None:
+            self._forecast.begin_batch(self.root_device)
         if self._tensor is not None:
             self._tensor.begin_step(self._sharded_module)
         self._refuse_hooks()
@@ -739,6 +741,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
             closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Take note of the memory of a micro-batch, while the policy of activation checkpointing is not chosen."""
+        if self._forecast is not None:
+            self._forecast.note_peak()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the step; choose the policy of activation checkpointing when the first ones have been made."""

@@ -38,6 +38,7 @@ __all__ = [
     "keep_for_stream",
     "lock_pages",
     "memory_of",
+    "most_allocated",
     "replays_graph",
     "reset_most_allocated",
     "unlock_pages",
@@ -231,21 +232,24 @@ class DeviceMemory(NamedTuple):
         free: Of all processes.
         reserved: By this process's allocator.
         allocated: In tensors.
-        most_allocated: In tensors, so far, or since ``reset_most_allocated``.
     """
 
     total: int
     free: int
     reserved: int
     allocated: int
-    most_allocated: int
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
     """Return the memory of a CUDA device as it is now."""
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    return DeviceMemory(total, free, reserved, allocated, torch.cuda.max_memory_allocated(device))
+    return DeviceMemory(total, free, reserved, allocated)
+
+
+def most_allocated(device: torch.device) -> int:
+    """Return the most bytes in tensors of a CUDA device so far, or since ``reset_most_allocated``."""
+    return torch.cuda.max_memory_allocated(device)
 
 
 def reset_most_allocated(device: torch.device) -> None:

@@ -12,8 +12,9 @@ backward at once, a policy needs::
 
 The first that fits is taken; of the ranks' choices the one that keeps the least.
 
-Call protocol: ``trace`` and ``note_waiting`` during the first steps, ``settle`` after every step of an optimizer,
-on all ranks, until ``policy`` is not None.
+Call protocol: ``begin_batch`` before each micro-batch of the first steps, ``trace`` and ``note_waiting`` in it,
+``note_peak`` after its backward, and ``settle`` after every step of an optimizer, on all ranks, until ``policy`` is not
+None.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.blocks import inner_module
-from lightning_zero.storage.copies import memory_of
+from lightning_zero.storage.copies import memory_of, most_allocated, reset_most_allocated
 from lightning_zero.trees import tree_leaves
 
 __all__ = ["Forecast", "KeptBytes", "Settled", "free_at_peak"]
@@ -67,6 +68,19 @@ class Forecast:
         self._most_waiting = 1  # calls
         self._num_steps = 0
         self._device: torch.device | None = None
+        self._most_allocated = 0  # bytes in tensors of a CUDA device, in micro-batches and steps of optimizers
+
+    def begin_batch(self, device: torch.device) -> None:
+        """Measure the peak of ``device`` anew, which has been that of set-up, validation and saving too."""
+        if self.policy is None and self._budget_bytes is None:
+            self._device = device
+            if device.type == "cuda":
+                reset_most_allocated(device)
+
+    def note_peak(self) -> None:
+        """Take note of the peak since ``begin_batch``."""
+        if self.policy is None and self._device is not None and self._device.type == "cuda":
+            self._most_allocated = max(self._most_allocated, most_allocated(self._device))
 
     def wants(self, module: torch.nn.Module) -> bool:
         """Say whether the next call of ``module`` is to be traced."""
@@ -81,8 +95,6 @@ class Forecast:
         self._kept[type(inner_module(module))] = KeptBytes(
             none=made.alive(), selective=full + made.of_products, full=full
         )
-        devices = [leaf.device for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._device = devices[0] if devices else None
         return result
 
     def note_waiting(self, calls: int) -> None:
@@ -97,6 +109,7 @@ class Forecast:
         Args:
             largest: Returns the largest of the ranks' numbers.
         """
+        self.note_peak()
         self._num_steps += 1
         if self.policy is not None or self._num_steps < _STEPS:
             return None
@@ -119,15 +132,15 @@ class Forecast:
         return tuple(self._most_waiting * max(of_policy) for of_policy in zip(*kept, strict=True))
 
     def _free_bytes(self) -> int:
-        return 0 if self._device is None else int(_USABLE * free_at_peak(self._device))
+        return 0 if self._device is None else int(_USABLE * free_at_peak(self._device, self._most_allocated))
 
 
-def free_at_peak(device: torch.device) -> int:
-    """Return the bytes of a GPU that were still free when most were taken; of a CPU 0."""
+def free_at_peak(device: torch.device, most: int) -> int:
+    """Return the bytes of a GPU that were still free when ``most`` were in tensors; of a CPU 0."""
     if device.type != "cuda":
         return 0
     memory = memory_of(device)
-    return memory.free + memory.reserved - memory.most_allocated
+    return memory.free + memory.reserved - most
 
 
 class _Made(TorchDispatchMode):

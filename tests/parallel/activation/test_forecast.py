@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.lightning.strategy import ZeroStrategy
+from lightning_zero.parallel.activation import forecast as activations
 from lightning_zero.parallel.activation.checkpointing import checkpoint_activations, forecast_of
 from lightning_zero.parallel.activation.forecast import Forecast, KeptBytes
+from lightning_zero.storage.copies import DeviceMemory
 from tests import worlds
 from tests.lightning_programs import Net, assert_equal, loader, seeded, trainer, weights
 from tests.parallel.activation.test_checkpointing import Model, _kept_per_block
@@ -102,6 +104,47 @@ def test_nothing_is_chosen_before_a_call_was_counted() -> None:
     assert [forecast.settle(_itself) for _ in range(4)] == [None] * 4
     _step(model, torch.randint(0, 13, (1, 4)))
     assert forecast.settle(_itself) is not None
+
+
+def test_free_memory_is_that_of_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was that at PyTorch's peak so far: of set-up and the sanity check too, unless `ZeroMonitor` had reset it."""
+    peaks = {"so far": 90}
+    monkeypatch.setattr(activations, "memory_of", lambda device: DeviceMemory(100, 60, 40, 10))
+    monkeypatch.setattr(activations, "most_allocated", lambda device: peaks["so far"])
+    monkeypatch.setattr(activations, "reset_most_allocated", lambda device: peaks.update({"so far": 10}))
+    forecast = Forecast(None, bool)
+    forecast._kept = {nn.Linear: KeptBytes(none=41, selective=36)}
+    for most in (60, 50):
+        forecast.begin_batch(torch.device("cuda"))
+        peaks["so far"] = most
+        forecast.note_peak()
+        peaks["so far"] = 95  # of a validation
+        forecast.begin_batch(torch.device("cuda"))  # of the last micro-batch
+        forecast.settle(_itself)
+    assert forecast.policy == "selective"  # nine tenths of 40
+    peaks["so far"] = 70
+    forecast.begin_batch(torch.device("cuda"))
+    assert peaks["so far"] == 70  # is the program's again
+
+
+def test_a_given_budget_leaves_the_peak_of_pytorch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "reset_most_allocated", lambda device: pytest.fail("measured anew"))
+    Forecast(1, bool).begin_batch(torch.device("cuda"))
+
+
+def test_the_trainer_measures_micro_batches_and_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for name in ("begin_batch", "note_peak", "settle"):
+        monkeypatch.setattr(Forecast, name, lambda *_, name=name: told.append(name))
+    monkeypatch.setattr(Net, "validation_step", lambda *_: told.append("validation"))
+    strategy = ZeroStrategy(stage=2, activation_checkpointing=_auto(10**9))
+    fitted = trainer(
+        0, 1, strategy, max_steps=2, accumulate_grad_batches=2, num_sanity_val_steps=1, limit_val_batches=1
+    )
+    fitted.fit(seeded(Net), loader(0, 1), loader(0, 1))
+    batch = ["begin_batch", "note_peak"]
+    assert told[: told.index("validation") + 1] == ["validation"]
+    assert told[1 : 1 + 10] == [*batch, *batch, "settle"] * 2
 
 
 # -- Nothing else changes ----------------------------------------------------------------------------------------------
