@@ -86,10 +86,16 @@ class Schedule(LRScheduler):
             )
         self.last_epoch = place + 1
         self._step_count = int(state_dict.get("_step_count", place + 2))
-        rates = [_number(group["lr"]) for group in self.optimizer.param_groups]
-        self._last_lr = list(state_dict.get("_last_lr", rates))  # DeepSpeed's have none
-        has_begun = place >= -1  # else its part of a sequence comes later
-        if has_begun and self._last_lr == rates:
+        self._last_lr = list(state_dict.get("_last_lr", self._rates()))  # DeepSpeed's have none
+        self._renew_rates()
+
+    def _rates(self) -> list[float]:
+        return [_number(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _renew_rates(self) -> None:
+        """Set the learning rates of the present place if the optimizer has those that this schedule has set last."""
+        has_begun = self.last_epoch >= 0  # else its part of a sequence comes later
+        if has_begun and self._last_lr == self._rates():
             self._set_rates()
 
     def _set_rates(self) -> None:
@@ -304,7 +310,7 @@ class WarmupLR(Schedule):
         return _warmed_up(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
 
 
-class _WithTotal:
+class _WithTotal(Schedule):
     """The end of a schedule: a number of steps, which a Trainer may give later."""
 
     def __init__(self, total_num_steps: TotalSteps, warmup_num_steps: int, last_batch_iteration: int) -> None:
@@ -312,17 +318,19 @@ class _WithTotal:
             total_num_steps = _positive("total_num_steps", total_num_steps)
         elif last_batch_iteration > -1:
             raise _unknown_total(self)
+        self.is_auto = total_num_steps == "auto"  # a Trainer fills it, again where it goes on
         self.total_num_steps = total_num_steps
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
-        self._warn_of_long_warmup(stacklevel=5)
+        self._given_warmup = warmup_num_steps
+        self.warn_of_long_warmup(stacklevel=5)
 
     def fill_total_num_steps(self, steps: float) -> None:
-        """Give a schedule with ``total_num_steps="auto"`` the steps of the training.
+        """Give a schedule with ``total_num_steps="auto"`` the steps of the training, or other ones.
 
         Raises:
             ValueError: The training has no end, or -1 steps, as a Trainer says of loaders without a length.
         """
-        if self.total_num_steps != "auto":
+        if not self.is_auto:
             return
         if not math.isfinite(steps) or steps < 0:
             raise ValueError(
@@ -331,15 +339,16 @@ class _WithTotal:
                 " training loader that has a length, or say the number."
             )
         self.total_num_steps = max(1, int(steps))
-        self._warn_of_long_warmup(stacklevel=3)
+        self._renew_rates()
 
-    def _warn_of_long_warmup(self, *, stacklevel: int) -> None:
+    def warn_of_long_warmup(self, *, stacklevel: int = 3) -> None:
         """Warn, on rank 0, that the learning rate does not fall before the end."""
-        total, warmup = self.total_num_steps, self.warmup_num_steps
+        total, warmup = self.total_num_steps, self._given_warmup
         is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
-        if is_first and isinstance(total, int) and total <= warmup:
+        if is_first and isinstance(total, int) and total <= self.warmup_num_steps:
+            counts = "" if warmup == self.warmup_num_steps else f", which counts as {self.warmup_num_steps}"
             warnings.warn(
-                f"The warm-up of `{type(self).__name__}` lasts until the end: `warmup_num_steps={warmup}`, and"
+                f"The warm-up of `{type(self).__name__}` lasts until the end: `warmup_num_steps={warmup}`{counts}, and"
                 f" `total_num_steps={total}`. Lower `warmup_num_steps`, or train longer.",
                 stacklevel=stacklevel,
             )

@@ -394,8 +394,8 @@ def test_an_end_that_nobody_has_filled_is_an_error(make: Any) -> None:
         schedule.fill_total_num_steps(math.inf)
     with pytest.raises(ValueError, match=r"has no end .* a training loader that has a length"):
         schedule.fill_total_num_steps(-1)
-    schedule.fill_total_num_steps(10)
-    schedule.fill_total_num_steps(20)  # the first one holds
+    schedule.fill_total_num_steps(20)
+    schedule.fill_total_num_steps(10)  # the last one holds
     same = make(optimizer(), 10, warmup_num_steps=2)
     assert curve(schedule, 12) == curve(same, 12)
 
@@ -409,8 +409,11 @@ def test_a_warm_up_until_the_end_is_warned_of(make: Any) -> None:
         warnings.simplefilter("error")
         make(optimizer(), 11, warmup_num_steps=10)
         schedule = make(optimizer(), "auto", warmup_num_steps=10)
-    with pytest.warns(UserWarning, match=message):
         schedule.fill_total_num_steps(10)
+    with pytest.warns(UserWarning, match=message):
+        schedule.warn_of_long_warmup()
+    with pytest.warns(UserWarning, match="`warmup_num_steps=1`, which counts as 2, and `total_num_steps=2`"):
+        make(optimizer(), 2, warmup_num_steps=1)
 
 
 # -- Refused -----------------------------------------------------------------------------------------------------------

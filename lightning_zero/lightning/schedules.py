@@ -14,13 +14,11 @@ from torch.optim.lr_scheduler import SequentialLR
 
 from lightning_zero.schedules import Schedule, WarmupCosineLR, WarmupDecayLR
 
-__all__ = ["prepare_schedules"]
+__all__ = ["fill_schedules", "prepare_schedules"]
 
 
 def prepare_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> None:
-    """Have schedules of this package stepped at every step, and fill ``total_num_steps="auto"`` from the Trainer.
-
-    In a later part of a ``SequentialLR`` these are the steps that are left at its milestone.
+    """Have schedules of this package stepped at every step, and fill ``total_num_steps="auto"`` for a new training.
 
     Raises:
         ValueError: The training has no end, so that there is nothing to fill; or a schedule would not be stepped at
@@ -35,37 +33,76 @@ def prepare_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> 
             )
         if trainer.lightning_module.automatic_optimization:
             _refuse_other_steps(config)
-        for schedule, begin in _schedules(config.scheduler):
-            if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)) and schedule.total_num_steps == "auto":
-                _fill(schedule, _steps_of(trainer), begin)
+    _fill(configs, trainer)
 
 
-def _fill(schedule: WarmupDecayLR | WarmupCosineLR, steps: float, begin: int) -> None:
-    name = type(schedule).__name__
-    if begin and 0 <= steps <= begin:
-        rank_zero_warn(
-            f"`{name}` is not reached: its milestone in `SequentialLR` is step {begin}, and the training has {steps}"
-            " steps. Use a lower milestone, or train longer."
-        )
-        steps = begin + 1
-    schedule.fill_total_num_steps(steps - begin)
-    rank_zero_info(f"`total_num_steps` of `{name}`: {schedule.total_num_steps}")
+def fill_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> None:
+    """Fill ``total_num_steps="auto"`` again when the training begins, which may go on from a checkpoint, and say so."""
+    for schedule, steps, begin in _fill(configs, trainer):
+        name = type(schedule).__name__
+        if begin and steps <= begin:
+            rank_zero_warn(
+                f"`{name}` is not reached: its milestone in `SequentialLR` is step {begin}, and the training has"
+                f" {steps:.0f} steps. Use a lower milestone, or train longer."
+            )
+        elif not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            schedule.warn_of_long_warmup()
+        rank_zero_info(f"`total_num_steps` of `{name}`: {schedule.total_num_steps}")
 
 
-def _steps_of(trainer: pl.Trainer) -> float:
-    """Return the steps of the training, also with a callback that changes accumulation; -1 if loaders have no length.
+def _fill(
+    configs: list[LRSchedulerConfig], trainer: pl.Trainer
+) -> list[tuple[WarmupDecayLR | WarmupCosineLR, float, int]]:
+    """Fill ends that are ``"auto"``, and return the schedules with the steps of all the training, and before each.
 
-    Lightning estimates them with the accumulation before the first epoch, which such a callback has not set yet.
+    In a ``SequentialLR`` a part ends at the next milestone.
     """
-    steps = trainer.estimated_stepping_batches  # makes the loaders
+    filled = []
+    for config in configs:
+        for schedule, begin, end in _schedules(config.scheduler):
+            if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)) and schedule.is_auto:
+                steps = _place_of(config.scheduler) + _steps_left(trainer)
+                schedule.fill_total_num_steps(max(1, min(steps, end) - begin))
+                filled.append((schedule, steps, begin))
+    return filled
+
+
+def _place_of(scheduler: Any) -> int:
+    """Return how often a scheduler was stepped; a ``ChainedScheduler`` as often as each in it."""
+    place = getattr(scheduler, "last_epoch", None)
+    return _place_of(scheduler._schedulers[0]) if place is None else int(place)
+
+
+def _steps_left(trainer: pl.Trainer) -> float:
+    """Return the steps from here to the end of the training; infinity if nobody knows it.
+
+    As ``trainer.estimated_stepping_batches``, but without the steps that were made before, maybe with other loaders,
+    and with the accumulation of every epoch where a callback changes it.
+    """
+    limit = math.inf if trainer.max_steps == -1 else max(0, trainer.max_steps - trainer.global_step)
+    epochs = trainer.max_epochs
+    if epochs == -1:
+        return limit
+    if trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()
+    batches = trainer.num_training_batches
+    if math.isinf(batches):
+        return limit
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    left = range(progress.processed, epochs or 1)
+    steps = sum(math.ceil(batches / _accumulated(trainer, epoch)) for epoch in left)
+    if trainer.fit_loop.restarting and progress.started > progress.processed:  # in the middle of an epoch
+        batch_progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        done = min(batches, batch_progress.processed)
+        accumulated = _accumulated(trainer, progress.processed)
+        steps -= math.ceil(batches / accumulated) if done == batches else done // accumulated
+    return min(steps, limit)
+
+
+def _accumulated(trainer: pl.Trainer, epoch: int) -> int:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     plans = [one for one in callbacks if isinstance(one, GradientAccumulationScheduler)]
-    batches, epochs = trainer.num_training_batches, trainer.max_epochs or 1
-    if not plans or epochs == -1 or math.isinf(batches):
-        return steps
-    accumulated = (plans[-1].get_accumulate_grad_batches(epoch) for epoch in range(epochs))
-    planned = sum(math.ceil(batches / count) for count in accumulated)
-    return planned if trainer.max_steps == -1 else min(planned, trainer.max_steps)
+    return plans[-1].get_accumulate_grad_batches(epoch) if plans else trainer.accumulate_grad_batches
 
 
 def _refuse_other_steps(config: LRSchedulerConfig) -> None:
@@ -74,7 +111,7 @@ def _refuse_other_steps(config: LRSchedulerConfig) -> None:
     Raises:
         ValueError: It is in a scheduler whose interval is an epoch, or it is stepped at every few batches only.
     """
-    inner = next((one for one, _ in _schedules(config.scheduler) if isinstance(one, Schedule)), None)
+    inner = next((one for one, *_ in _schedules(config.scheduler) if isinstance(one, Schedule)), None)
     if inner is None:
         return
     name = type(inner).__name__
@@ -93,10 +130,14 @@ def _refuse_other_steps(config: LRSchedulerConfig) -> None:
         )
 
 
-def _schedules(scheduler: Any, begin: int = 0) -> Iterator[tuple[Any, int]]:
-    """Yield a scheduler and those in it, such as the parts of ``SequentialLR``, with the steps before each begins."""
-    yield scheduler, begin
+def _schedules(scheduler: Any, begin: int = 0, end: float = math.inf) -> Iterator[tuple[Any, int, float]]:
+    """Yield a scheduler and those in it, with the steps before each begins and ends, as in ``SequentialLR``."""
+    yield scheduler, begin, end
     parts = getattr(scheduler, "_schedulers", ())
-    milestones = [0, *scheduler._milestones] if isinstance(scheduler, SequentialLR) else [0] * len(parts)
-    for part, milestone in zip(parts, milestones, strict=True):
-        yield from _schedules(part, begin + milestone)
+    if isinstance(scheduler, SequentialLR):
+        milestones = [begin, *(begin + one for one in scheduler._milestones), end]
+        for part, first, last in zip(parts, milestones[:-1], milestones[1:], strict=True):
+            yield from _schedules(part, int(first), min(last, end))
+        return
+    for part in parts:
+        yield from _schedules(part, begin, end)

@@ -67,7 +67,7 @@ from lightning_zero.lightning.places import (
 from lightning_zero.lightning.precision import LossScale, ZeroPrecision, ZeroStep, adopt, engine_precision
 from lightning_zero.lightning.process_hooks import ProcessHooks, tell_before_callbacks
 from lightning_zero.lightning.sample_counts import count_samples_once
-from lightning_zero.lightning.schedules import prepare_schedules
+from lightning_zero.lightning.schedules import fill_schedules, prepare_schedules
 from lightning_zero.lightning.signals import Signals
 from lightning_zero.lightning.tensor_training import TensorTraining, refuse_cut_module
 from lightning_zero.lightning.uneven import (
@@ -655,8 +655,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     # -- Steps -----------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Set the random number generators of a resumed run; compare the loader with an imported configuration."""
+        """Set random number generators and schedules of a resumed run; compare the loader with a configuration."""
         super().on_train_start()
+        fill_schedules(self.lr_scheduler_configs, self._sharded_module.trainer)
         if self.imported is not None:
             self.imported.compare_loader(
                 self._sharded_module.trainer, ranks=self.distributed_sampler_kwargs["num_replicas"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,79 @@ def test_a_resumed_fit_goes_on_as_uninterrupted(tmp_path: Path) -> None:
     assert first + second == whole
 
 
+def test_auto_of_a_resumed_fit_is_the_steps_made_and_those_left(tmp_path: Path) -> None:
+    """It was the steps from 0 with the new loader: the rate was 0 for the rest."""
+
+    def make(optimizer: Any) -> Any:
+        return WarmupDecayLR(optimizer, "auto", warmup_num_steps=4)
+
+    rates(make, tmp_path, max_epochs=2)
+    half = {"limit_train_batches": STEPS // 2, "ckpt_path": tmp_path / "last.ckpt"}
+    seen = rates(make, tmp_path, max_epochs=4, **half)
+    assert seen == pytest.approx(decay(4, 3 * STEPS, 3 * STEPS)[2 * STEPS :])
+    rates(make, tmp_path, max_epochs=2)
+    seen = rates(make, tmp_path, max_epochs=4, max_steps=30, **half)
+    assert seen == pytest.approx(decay(4, 30, 30)[2 * STEPS :])
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_auto_of_a_fit_that_is_resumed_in_the_middle_of_an_epoch(accumulated: int, tmp_path: Path) -> None:
+    def make(optimizer: Any) -> Any:
+        return WarmupDecayLR(optimizer, "auto", warmup_num_steps=2)
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.current_epoch == 1 and batch_idx == 5:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    options: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": accumulated}
+    whole = rates(make, tmp_path, callbacks=[Save()], **options)
+    seen = rates(make, tmp_path, ckpt_path=tmp_path / "middle.ckpt", **options)
+    assert seen == pytest.approx(whole[-len(seen) :])
+    assert len(seen) == (STEPS + 6) // accumulated
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+def test_auto_of_a_second_fit_in_a_trainer_is_the_steps_that_it_makes(limit: str, tmp_path: Path) -> None:
+    """It was the sum of both: the schedule ended half way."""
+    module = Module(lambda o: WarmupDecayLR(o, "auto", warmup_num_steps=2))
+    seen = Rates()
+    options: dict[str, Any] = {"max_epochs": 1, "enable_checkpointing": False, **QUIET}
+    if limit == "max_steps":
+        options |= {"max_epochs": -1, "max_steps": STEPS}
+    trainer = Trainer(strategy=ZeroStrategy(stage=1), callbacks=[seen], default_root_dir=tmp_path, **options)
+    trainer.fit(module, data())
+    if limit == "max_steps":
+        trainer.fit_loop.epoch_loop.max_steps = 3 * STEPS
+    else:
+        trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, data())
+    assert seen.seen == pytest.approx(decay(2, STEPS, STEPS) + decay(2, 2 * STEPS, 2 * STEPS))
+
+
+def test_auto_in_an_early_part_of_a_sequence_ends_at_the_next_milestone(tmp_path: Path) -> None:
+    """It went on to the end of the training, and was cut off at the milestone."""
+    made: list[Any] = []
+
+    def make(optimizer: Any) -> Any:
+        made[:] = [WarmupDecayLR(optimizer, "auto", warmup_num_steps=2) for _ in range(3)]
+        return {"scheduler": SequentialLR(optimizer, made, milestones=[4, 9]), "interval": "step"}
+
+    rates(make, tmp_path)
+    assert [one.total_num_steps for one in made] == [4, 5, STEPS - 9]
+    rates(make, tmp_path, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+    assert [one.total_num_steps for one in made] == [4, 5, 2 * STEPS - 9]
+
+
+def test_a_warm_up_until_the_end_is_warned_of_once(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="^The warm-up of") as caught:
+        rates(lambda o: WarmupDecayLR(o, "auto", warmup_num_steps=STEPS), tmp_path)
+    assert sum("warm-up" in str(one.message) for one in caught) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The warm-up")
+        rates(lambda o: WarmupDecayLR(o, "auto", warmup_num_steps=STEPS), tmp_path, fast_dev_run=True)
+
+
 def test_auto_in_a_sequence_of_schedules_is_the_steps_after_its_milestone(tmp_path: Path) -> None:
     made: list[Any] = []
 
@@ -149,8 +223,10 @@ def test_auto_behind_the_end_of_the_training_is_warned_of(tmp_path: Path) -> Non
         parts: list[Any] = [ConstantLR(optimizer, 1.0), WarmupDecayLR(optimizer, "auto", warmup_num_steps=2)]
         return {"scheduler": SequentialLR(optimizer, parts, milestones=[STEPS]), "interval": "step"}
 
-    with pytest.warns(UserWarning, match=r"^`WarmupDecayLR` is not reached: .* step 12, and the training has 12 steps"):
+    message = r"^`WarmupDecayLR` is not reached: .* step 12, and the training has 12 steps"
+    with pytest.warns(UserWarning, match=message) as caught:
         assert rates(make, tmp_path) == pytest.approx([0.1] * STEPS)
+    assert sum("WarmupDecayLR" in str(one.message) for one in caught) == 1
 
 
 def test_a_training_without_an_end_is_an_error(tmp_path: Path) -> None:
