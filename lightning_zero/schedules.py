@@ -318,14 +318,14 @@ class _WithTotal(Schedule):
             total_num_steps = _positive("total_num_steps", total_num_steps)
         elif last_batch_iteration > -1:
             raise _unknown_total(self)
-        self.is_auto = total_num_steps == "auto"  # a Trainer fills it, again where it goes on
+        self.is_auto = total_num_steps == "auto"  # to be filled; a Trainer does so again where it goes on
         self.total_num_steps = total_num_steps
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self._given_warmup = warmup_num_steps
         self.warn_of_long_warmup(stacklevel=5)
 
     def fill_total_num_steps(self, steps: float) -> None:
-        """Give a schedule with ``total_num_steps="auto"`` the steps of the training, or other ones.
+        """Give a schedule with ``total_num_steps="auto"`` the steps of the training.
 
         Raises:
             ValueError: The training has no end, or -1 steps, as a Trainer says of loaders without a length.
@@ -339,6 +339,7 @@ class _WithTotal(Schedule):
                 " training loader that has a length, or say the number."
             )
         self.total_num_steps = max(1, int(steps))
+        self.is_auto = False
         self._renew_rates()
 
     def warn_of_long_warmup(self, *, stacklevel: int = 3) -> None:

@@ -394,8 +394,8 @@ def test_an_end_that_nobody_has_filled_is_an_error(make: Any) -> None:
         schedule.fill_total_num_steps(math.inf)
     with pytest.raises(ValueError, match=r"has no end .* a training loader that has a length"):
         schedule.fill_total_num_steps(-1)
-    schedule.fill_total_num_steps(20)
-    schedule.fill_total_num_steps(10)  # the last one holds
+    schedule.fill_total_num_steps(10)
+    schedule.fill_total_num_steps(20)  # the first one holds
     same = make(optimizer(), 10, warmup_num_steps=2)
     assert curve(schedule, 12) == curve(same, 12)
 

@@ -21,9 +21,13 @@ def prepare_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> 
     """Have schedules of this package stepped at every step, and fill ``total_num_steps="auto"`` for a new training.
 
     Raises:
-        ValueError: The training has no end, so that there is nothing to fill; or a schedule would not be stepped at
-            every step: it is inside of another scheduler that is stepped once an epoch, or has a `frequency`.
+        ValueError: The training has no end, so that there is nothing to fill, or the program steps schedules itself; or
+            a schedule would not be stepped at every step: it is inside of another scheduler that is stepped once an
+            epoch, or has a `frequency`.
     """
+    if not trainer.lightning_module.automatic_optimization:
+        _leave_to_program(configs)
+        return
     for config in configs:
         if isinstance(config.scheduler, Schedule) and config.interval == "epoch":
             config.interval = "step"
@@ -31,9 +35,29 @@ def prepare_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> 
                 f"`{type(config.scheduler).__name__}` counts steps of the optimizer, and is stepped with it"
                 " (`interval='step'`)."
             )
-        if trainer.lightning_module.automatic_optimization:
-            _refuse_other_steps(config)
+        _refuse_other_steps(config)
     _fill(configs, trainer)
+
+
+def _leave_to_program(configs: list[LRSchedulerConfig]) -> None:
+    """Say who steps schedules in manual optimization.
+
+    Raises:
+        ValueError: Nobody knows how often a schedule with ``total_num_steps="auto"`` is stepped.
+    """
+    for one, *_ in (found for config in configs for found in _schedules(config.scheduler)):
+        name = type(one).__name__
+        if getattr(one, "is_auto", False):
+            raise ValueError(
+                f"`total_num_steps='auto'` of `{name}` is the number of steps that the Trainer makes, and with"
+                " `automatic_optimization=False` the program steps its optimizers and schedules. Say the number: how"
+                " often `training_step` steps the schedule."
+            )
+        if isinstance(one, Schedule):
+            rank_zero_info(
+                f"`{name}` counts steps of the optimizer. With `automatic_optimization=False` nobody steps it but the"
+                " program: call `self.lr_schedulers().step()` after each step of the optimizer."
+            )
 
 
 def fill_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> None:
@@ -63,6 +87,7 @@ def _fill(
             if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)) and schedule.is_auto:
                 steps = _place_of(config.scheduler) + _steps_left(trainer)
                 schedule.fill_total_num_steps(max(1, min(steps, end) - begin))
+                schedule.is_auto = True  # a checkpoint may change the number
                 filled.append((schedule, steps, begin))
     return filled
 

@@ -258,6 +258,51 @@ def test_schedules_are_stepped_at_every_step(tmp_path: Path, caplog: pytest.LogC
     assert sum("`OneCycle` counts steps of the optimizer" in message for message in caplog.messages) == 1
 
 
+class ByHand(Module):
+    """Makes two steps for each batch, and steps schedules as often."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(make)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(self.step(batch))
+            self.optimizers().step()
+            self.lr_schedulers().step()
+
+
+def fit_by_hand(make: Any, tmp_path: Path) -> Any:
+    module = ByHand(make)
+    options: dict[str, Any] = {"max_epochs": 1, "enable_checkpointing": False, **QUIET}
+    fitted = Trainer(strategy=ZeroStrategy(stage=1), default_root_dir=tmp_path, **options)
+    fitted.fit(module, data())
+    return fitted.lr_scheduler_configs[0].scheduler
+
+
+@pytest.mark.parametrize("is_inner", [False, True], ids=["alone", "in-a-sequence"])
+def test_auto_in_manual_optimization_is_refused(is_inner: bool, tmp_path: Path) -> None:
+    """It was the number of steps of all optimizers, or of batches."""
+
+    def make(optimizer: Any) -> Any:
+        schedule = WarmupDecayLR(optimizer, "auto")
+        return SequentialLR(optimizer, [ConstantLR(optimizer), schedule], milestones=[1]) if is_inner else schedule
+
+    message = r"^`total_num_steps='auto'` of `WarmupDecayLR` .* `automatic_optimization=False` .* Say the number: how"
+    with pytest.raises(ValueError, match=message):
+        fit_by_hand(make, tmp_path)
+
+
+def test_who_steps_a_schedule_in_manual_optimization_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 said that it is stepped with the optimizer, and nobody did."""
+    with caplog.at_level("INFO"):
+        schedule = fit_by_hand(lambda o: WarmupDecayLR(o, 24, warmup_num_steps=2), tmp_path)
+    assert schedule.last_epoch == 24
+    (said,) = [one for one in caplog.messages if one.startswith("`WarmupDecayLR`")]
+    assert "nobody steps it but the program: call `self.lr_schedulers().step()`" in said
+
+
 def test_schedules_of_pytorch_are_stepped_as_before(tmp_path: Path) -> None:
     assert rates(lambda o: StepLR(o, 1, 0.5), tmp_path, max_epochs=2) == [0.1] * STEPS + [0.05] * STEPS
 
