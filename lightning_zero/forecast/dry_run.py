@@ -136,7 +136,7 @@ class DryRun(LiveBytes):  # type: ignore[no-untyped-call]
         if func in _RUN:
             is_blank = func in _READS and self.is_blank(args[0])
             return _zero_of(args[0].dtype) if is_blank else func(*args, **kwargs)
-        key: list[Any] = [func]
+        key: list[Any] = [func, torch.get_default_dtype()]  # of new tensors, where no argument says it
         is_small = self._describe(args, key)
         if kwargs:
             key.extend(kwargs)

@@ -107,6 +107,17 @@ def test_arguments_of_equal_values_and_other_types_are_kept_apart() -> None:
         assert (x * True).dtype is torch.int32
 
 
+def test_new_tensors_have_the_default_dtype_of_their_time() -> None:
+    """They had that of the first one of their size."""
+    with DryRun():
+        assert torch.zeros(MANY).dtype is torch.float32
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert torch.zeros(MANY).dtype is torch.bfloat16
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def test_threads_are_as_before() -> None:
     before = torch.get_num_threads()
     with DryRun():
