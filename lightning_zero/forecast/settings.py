@@ -45,10 +45,14 @@ class Setting:
         return options
 
     @property
-    def cost(self) -> tuple[int, int]:
-        """Work that a setting adds: recomputation, steps on the CPU and disks, each more than the last; messages."""
+    def cost(self) -> tuple[int, float, int]:
+        """Work that a setting adds: recomputation, steps on the CPU and disks, each more than the last; messages.
+
+        Of two that offload, the one adds less that offloads a smaller fraction: "auto" as little as fits.
+        """
         offloads = 0 if self.offload is None else 2 if not self.offload.uses_disks else 4
-        return offloads + (self.activation_checkpointing is not None), self.sharding.stage
+        fraction = 0 if self.offload is None or self.offload.fraction == "auto" else self.offload.fraction
+        return offloads + (self.activation_checkpointing is not None), fraction, self.sharding.stage
 
     def __str__(self) -> str:
         """Return the options in words."""
@@ -170,13 +174,14 @@ class MemoryForecast:
         """Return the fastest setting whose peak fits; None if none does.
 
         Settings are not timed. Of two that fit, the one comes first that computes nothing again and offloads nothing;
-        recomputation comes before offloading, host memory before disks, and a lower stage before a higher one.
+        recomputation comes before offloading, host memory before disks, a smaller fraction before a larger one, a
+        lower stage before a higher one, and the strategy's own setting before another that is equal so far.
 
         Args:
             memory: Bytes of the device.
         """
         fitting = [one for one in self.settings if one.peak_bytes <= memory]
-        return min(fitting, key=lambda one: (one.setting.cost, one.peak_bytes), default=None)
+        return min(fitting, key=lambda one: (one.setting.cost, not one.is_own, one.peak_bytes), default=None)
 
     def yaml(self, forecast: SettingForecast) -> str:
         """Return a setting as a part of a configuration of ``LightningCLI``."""

@@ -54,6 +54,23 @@ def test_the_fastest_that_fits_does_the_least_besides(memory: int, expected: str
     assert (found and str(found.setting)) == expected
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        Setting(sharding=Sharding.of(1), offload=Offload(optimizer="cpu", fraction="auto")),
+        Setting(sharding=Sharding.of(2), offload=Offload(optimizer="cpu", fraction=0.5)),
+        Setting(sharding=Sharding(params="node", grads="node", optim="world")),
+    ],
+    ids=str,
+)
+def test_the_own_setting_comes_before_one_that_needs_less_memory_and_is_not_faster(own: Setting) -> None:
+    """The lower peak decided, so that an offload of everything came before one of a half."""
+    other = setting(1, offload=True) if own.offload else setting(3)
+    rows = [made(other, 40), made(own, 60, is_own=True)]
+    found = MemoryForecast(world_size=8, precision="bf16-mixed", settings=rows).fastest(60)
+    assert found is rows[1]
+
+
 def test_yaml_makes_the_strategy() -> None:
     rows = forecast()
     content = yaml.safe_load(rows.yaml(rows.settings[-1]))
