@@ -123,23 +123,25 @@ def estimate_memory(
         imported=imported,
         plugin=plugin,
         microbatches=min(accumulate_grad_batches, 2),  # the second one finds gradients of the one before, as all others
-        clips=clips or (imported is not None and bool(imported.plan.clipping)),
+        clips=clips and (imported is None or not imported.plan.clipping or imported.plan.clipping_is_default),
     )
     engines = _Engines(strategy, plugin, accelerator, ranks_per_node)
     own = _own(strategy)
+    with _quiet(), seeded():
+        settings = _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
+        is_fitted = strategy.pipeline is not None or _has_axes(strategy)
+        made = model.take_notes() if is_fitted or imported is not None else None
+        trainer, left_out = _trainer(imported, accumulate_grad_batches, made), _left_out(imported, made, optimizer)
+        del made
     forecast = partial(
         MemoryForecast,
         world_size=world_size,
         precision=name,
         base={**_base(strategy), **_loss_scale(imported, plugin)},
-        trainer=_trainer(imported, accumulate_grad_batches),
-        left_out=_left_out(imported),
+        trainer=trainer,
+        left_out=left_out,
         notes=model.notes,
     )
-    with _quiet(), seeded():
-        settings = _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
-        if strategy.pipeline is not None or _has_axes(strategy):
-            model.take_notes()
     if strategy.pipeline is not None:
         if loss is not None:
             raise ValueError("`loss` is not forecast with `pipeline`, whose stages run `training_step`. Leave it out.")
@@ -308,20 +310,35 @@ def _loss_scale(imported: ImportedConfig | None, plugin: ZeroStep) -> dict[str, 
     return {"loss_scale": plain(scale)} if scale not in (None, LossScale()) else {}
 
 
-def _trainer(imported: ImportedConfig | None, accumulate_grad_batches: int) -> dict[str, Any]:
+def _trainer(imported: ImportedConfig | None, accumulate_grad_batches: int, module: nn.Module | None) -> dict[str, Any]:
     """Return the arguments of the Trainer that a configuration of DeepSpeed sets, besides the precision."""
     if imported is None:
         return {}
-    clipping = {"gradient_clip_val": imported.plan.clipping} if imported.plan.clipping else {}
+    clipping = {"gradient_clip_val": imported.plan.clipping} if _is_clipped(imported, module) else {}
     accumulation = {"accumulate_grad_batches": accumulate_grad_batches} if accumulate_grad_batches > 1 else {}
     return {**clipping, **accumulation}
 
 
-def _left_out(imported: ImportedConfig | None) -> list[str]:
+def _is_clipped(imported: ImportedConfig | None, module: nn.Module | None) -> bool:
+    """Say whether a configuration of DeepSpeed clips; with manual optimization the program does, or does not."""
+    is_automatic = not isinstance(module, pl.LightningModule) or module.automatic_optimization
+    return imported is not None and bool(imported.plan.clipping) and is_automatic
+
+
+def _left_out(imported: ImportedConfig | None, module: nn.Module | None, optimizer: Optimizers | None) -> list[str]:
+    """Return the sections of a configuration of DeepSpeed that the run uses, and YAML of the strategy does not have."""
     if imported is None:
         return []
-    sections = {"optimizer": imported.plan.optimizer, "scheduler": imported.plan.schedule}
-    return [f"the section `{name}` of DeepSpeed's configuration" for name, made in sections.items() if made is not None]
+    has_own = optimizer is not None or (
+        isinstance(module, pl.LightningModule) and is_overridden("configure_optimizers", module)
+    )
+    found = []
+    if imported.plan.optimizer is not None and not has_own:
+        found.append("the section `optimizer` of DeepSpeed's configuration")
+    if imported.plan.schedule is not None:
+        condition = ", used if `configure_optimizers` returns no schedule" if has_own else ""
+        found.append(f"the section `scheduler` of DeepSpeed's configuration{condition}")
+    return found
 
 
 def _shared(strategy: ZeroStrategy) -> dict[str, Any]:
@@ -394,10 +411,11 @@ class _Model:
         with DryRun():
             return any(True for _ in repeated_blocks(self._new()))
 
-    def take_notes(self) -> None:
-        """Take notes on the module, which fits make elsewhere; none if it cannot be made without a Trainer."""
+    def take_notes(self) -> nn.Module | None:
+        """Take notes on the module, which fits make elsewhere, and return it; None if it needs a Trainer to be made."""
         with DryRun(), suppress(ValueError):
-            self._new()
+            return self._new()
+        return None
 
     def _new(self) -> nn.Module:
         module = new_module(self.module)
@@ -427,7 +445,7 @@ class _Model:
             loss=partial(self.loss or _loss, module, batch),
             context=self.plugin.train_step_context,
             is_scaled=self.plugin.scaler is not None,
-            clips=self.clips,
+            clips=self.clips or _is_clipped(self.imported, module),
             microbatches=self.microbatches,
         )
 

@@ -105,7 +105,7 @@ def require_node(setting: Setting, ranks_per_node: int | None) -> None:
 def with_setting(strategy: ZeroStrategy, setting: Setting) -> ZeroStrategy:
     """Return a strategy with the sharding, offloading and checkpointing of a setting, and its other options.
 
-    Accumulation and clipping are those of the forecast, not of a configuration of DeepSpeed.
+    Accumulation is that of the forecast, not of a configuration of DeepSpeed.
     """
     found = copy.copy(strategy)
     found.sharding, found.stage = setting.sharding, setting.sharding.stage

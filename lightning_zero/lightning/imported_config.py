@@ -44,9 +44,8 @@ class ImportedConfig:
         self._was_announced = False
 
     def without_batch(self) -> ImportedConfig:
-        """Return the configuration with accumulation and clipping left to the Trainer."""
-        plan = replace(self.plan, batch=Batch(), clipping=None, clipping_is_default=True)
-        return ImportedConfig(plan, self._loss_scale)
+        """Return the configuration with accumulation left to the Trainer."""
+        return ImportedConfig(replace(self.plan, batch=Batch()), self._loss_scale)
 
     # -- Precision -------------------------------------------------------------------------------------------------
 

@@ -270,6 +270,21 @@ def test_the_yaml_of_a_configuration_of_deepspeed_has_its_arguments_of_the_train
     assert plain.yaml(plain.own).startswith("trainer:\n  precision: 32-true\n  strategy:")
 
 
+def test_sections_of_deepspeed_that_the_run_does_not_use_are_not_named() -> None:
+    """Users were sent to an optimizer that the run leaves out."""
+    config = {**DEEPSPEED, "scheduler": {"type": "WarmupLR", "params": {}}}
+    strategy = ZeroStrategy.from_deepspeed(config)
+
+    def left_out(module: Any, **options: Any) -> Any:
+        return estimate_memory(module, strategy, world_size=2, batch=BATCH, side_by_side=False, **options).left_out
+
+    both = [f"the section `{name}` of DeepSpeed's configuration" for name in ("optimizer", "scheduler")]
+    assert left_out(WithoutOptimizer()) == both
+    condition = f"{both[1]}, used if `configure_optimizers` returns no schedule"
+    assert left_out(Program) == [condition]
+    assert left_out(WithoutOptimizer(), optimizer=torch.optim.SGD) == [condition]
+
+
 def test_what_differs_from_a_configuration_of_deepspeed_is_refused() -> None:
     strategy = ZeroStrategy.from_deepspeed(DEEPSPEED)
     with pytest.raises(ValueError, match="accumulates 3 batches, and `accumulate_grad_batches=2` differs. Leave it"):

@@ -66,6 +66,31 @@ def test_a_configuration_of_deepspeed_on_tensor_ranks_is_the_strategy_that_it_st
     assert strategy.imported.plan.clipping == 0.5
 
 
+class ByHand(Fitted):
+    """Makes its steps itself, without clipping."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_manual_optimization_is_not_clipped_by_a_default_of_deepspeed() -> None:
+    """Lightning refused the clipping of the forecast."""
+    config = {"zero_optimization": {"stage": 1}}
+    strategy = ZeroStrategy.from_deepspeed(config, deepspeed_version="0.19.8", tensor_parallel=GIVEN)
+    assert strategy.imported is not None
+    assert strategy.imported.plan.clipping == 1.0
+    found = _forecast(strategy, module=ByHand, side_by_side=False)
+    assert found.own == _forecast(ZeroStrategy(1, tensor_parallel=GIVEN), module=ByHand, side_by_side=False).own
+    assert "gradient_clip_val" not in found.yaml(found.own)
+
+
 def test_divided_experts_are_a_part_and_tokens_are_even() -> None:
     whole, divided = (_own(ZeroStrategy(stage=1, expert_parallel=size), "moe") for size in (None, 4))
     experts = 2 * 4 * (2 * 48 * 4 * 48 + 5 * 48) * 4
