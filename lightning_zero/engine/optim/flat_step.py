@@ -77,7 +77,7 @@ class FlatStep:
         self._num_tensors: dict[tuple[int, str], int] = {}  # in the memory of these, apart from the optimizer's states
         # Views of these in states, with their addresses, by (buffer, slot)
         self._placed: dict[tuple[int, int], dict[str, tuple[Tensor, int]]] = {}
-        self._calls: dict[int, list[Callable[[], None]]] = {}  # of the step that is being taken, by buffer
+        self._planned: dict[int, _Planned] = {}  # of the step that is being taken, by buffer
 
     @staticmethod
     def suits(optimizer: Optimizer) -> bool:
@@ -86,11 +86,12 @@ class FlatStep:
 
     def has_calls(self, buffer: FlatBuffer) -> bool:
         """Say whether ``take_calls`` has something for a buffer."""
-        return id(buffer) in self._calls
+        return id(buffer) in self._planned
 
     def take_calls(self, buffer: FlatBuffer) -> list[Callable[[], None]]:
         """Return the calls that make a buffer's step, in order, and forget them."""
-        return self._calls.pop(id(buffer), [])
+        planned = self._planned.pop(id(buffer), None)
+        return [] if planned is None else planned.calls
 
     def flat_states(self, buffer: FlatBuffer) -> list[Tensor]:
         """Return the states that lie beside each other for all of a buffer's own range."""
@@ -304,9 +305,11 @@ class FlatStep:
         """
         group = {key: value for key, value in group.items() if key != "params"}  # schedulers move its options
         steps = self._make_states(group, buffer, indices)
-        calls = self._calls.setdefault(id(buffer), [])  # none where this rank has no element: others may have some
         # Tensors that are not kept in memory are there when the calls are made.
-        gradient, stepped = ordinary(buffer.gradients.unscaled()), ordinary(buffer.values.stepped)
+        if id(buffer) not in self._planned:
+            self._planned[id(buffer)] = _Planned(ordinary(buffer.gradients.unscaled()), [])
+        gradient, calls = self._planned[id(buffer)]
+        stepped = ordinary(buffer.values.stepped)
         factor = buffer.gradients.factor
         rounding = buffer.values.begin_rounding() if rounds else None
         step = self._step_of(buffer)
@@ -454,6 +457,18 @@ class FlatStep:
             if stop > start and not (id(param) in self._places and index in buffer.gradients.has_grad):
                 return False
         return True
+
+
+class _Planned(NamedTuple):
+    """The step of a buffer, of all groups.
+
+    Attributes:
+        gradient: The average, which may be on its way from the device: (own range,).
+        calls: They make the step, in order; none where this rank has no element: others may have some.
+    """
+
+    gradient: Tensor
+    calls: list[Callable[[], None]]
 
 
 class _Count(NamedTuple):

@@ -427,10 +427,11 @@ class ShardedOptimizer:
         self._by_torch.update(mixed)
         for buffer in self.buffers:
             is_due_now = id(buffer) in self._by_torch or not self._is_deferred(buffer)
-            if is_due_now and buffer.home.flat_for is None:
+            if is_due_now and buffer.home.flat_for is None and self._flat_step.has_calls(buffer):
                 with label("step", buffer.name):
                     for call in self._flat_step.take_calls(buffer):
                         call()
+                buffer.home.give_back_lent()
         if group is self.optimizer.param_groups[-1]:
             self._finish_flat_steps()
         if not self.is_open:
@@ -443,9 +444,8 @@ class ShardedOptimizer:
         """Make the steps of buffers with flat states that are not deferred: once each, for all groups."""
         assert self._flat_step is not None
         due = [buffer for buffer in self.buffers if self._flat_step.has_calls(buffer) and not self._is_deferred(buffer)]
-        for buffer, update in [(buffer, self._update(buffer)) for buffer in due]:
+        for update in [self._update(buffer) for buffer in due]:
             update.finish()
-            buffer.home.give_back_lent()
 
     def _is_deferred(self, buffer: FlatBuffer) -> bool:
         """Say whether the step of a buffer is deferred: not if hooks of the program behind it see its values."""

@@ -124,6 +124,41 @@ def test_a_gradient_that_was_written_while_it_was_fetched_counts_as_written(tmp_
     _run(_keeps_a_changed_gradient, "host", tmp_path)
 
 
+def _lent_by_steps(rank: int, world: int, stage: int, case: str) -> list[tuple[int, int]]:
+    """Return after each step the bytes of gradients in host memory, and the most averages that one buffer copies."""
+    step = "now" if case == "now" else "auto"
+    engine = ZeroEngine(stage, units=["Block"], offload=Offload(step_device="cpu"), step=step)
+    module = engine.shard(TinyGPT())
+    params = list(module.parameters())
+    optimizer = engine.attach(torch.optim.AdamW([{"params": params[::2]}, {"params": params[1::2], "lr": 0.1}]))
+    if case == "hook":
+        optimizer.register_step_post_hook(lambda *_: None)
+    found, bring = [], HostHome.bring_gradient
+    for _ in range(3):
+        brought: list[int] = []
+
+        def count(home: HostHome, average: torch.Tensor, brought: list[int] = brought) -> torch.Tensor:
+            brought.append(id(home))
+            return bring(home, average)
+
+        module(torch.ones(2, 5, dtype=torch.int64)).square().mean().backward()
+        with patch.object(HostHome, "bring_gradient", count):
+            optimizer.step()
+        engine.flush()
+        optimizer.zero_grad()
+        found.append((engine.stats().host["gradients"], max(map(brought.count, brought))))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("case", ["deferred", "now", "hook"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_copies_of_averages_end_with_their_step(stage: int, case: str) -> None:
+    """Steps that were not deferred kept theirs; one of two groups made two copies."""
+    for found in worlds.run(_lent_by_steps, 2, stage, case):
+        assert found == [(0, 1 if case == "deferred" else 2)] * 3
+
+
 # -- Locked memory -----------------------------------------------------------------------------------------------------
 
 
