@@ -134,8 +134,12 @@ class FitControl:
             buffer.take_from_first_rank()
 
     def resume(self) -> None:
-        """Go on after ``pause`` or ``show_masters``, with the values written since; else do nothing. No collective."""
+        """Go on after ``pause`` or ``show_masters``, with the values written since; else do nothing. No collective.
+
+        Parameters may have been those of another engine meanwhile, which has trained a part of the module.
+        """
         module = self._state.require_module()
+        self._state.sharded.own_params()
         self._state.sharded.whole.end_rest()
         self._state.sharded.hooks.install(module)
 

@@ -351,12 +351,21 @@ class ShardedModule:
             )
             self._param_index.add(unit, territory)
             self._owners.append(owner(unit))
-            for buffer in unit.buffers:
-                for param in buffer.params:
-                    own(param, self._owners[-1])
+            self._own_params(unit, self._owners[-1])
             unit.reshard()
         if self.parts is not None:
             self.parts.start_equal(self._param_index.buffers)
+
+    def own_params(self) -> None:
+        """Answer for the parameters of all units again."""
+        for unit, owner in zip(self._param_index.units, self._owners, strict=True):
+            self._own_params(unit, owner)
+
+    @staticmethod
+    def _own_params(unit: Unit, owner: Owner) -> None:
+        for buffer in unit.buffers:
+            for param in buffer.params:
+                own(param, owner)
 
     # -- The end ---------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,26 @@ def test_a_paused_engine_leaves_the_module_alone() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_resumed_engine_shows_gradients_of_a_part_that_another_engine_has_trained(stage: int) -> None:
+    """They were None: the other engine, or none, was asked for them."""
+    module = TinyGPT()
+    engine = _engine(module, stage)
+    engine.internals.fits.pause()
+    part = _engine(module.blocks[0], stage, units=[nn.Linear])
+    part.internals.fits.pause()
+    engine.internals.fits.make_equal()
+    engine.internals.fits.resume()
+    token_loss(module, 0, 0).backward()
+    norm = engine.grad_norm()
+    assert all(param.grad is not None for param in module.parameters())
+    assert torch.allclose(torch.nn.utils.get_total_norm([param.grad for param in module.parameters()]), norm)
+    module.zero_grad()
+    assert engine.grad_norm() == 0
+    part.close()
+    engine.close()
+
+
 def test_an_embedding_that_computes_lower_gives_fp32() -> None:
     seen: list[torch.dtype] = []
     module = TinyGPT()
