@@ -229,7 +229,14 @@ class ShardedGradient(torch.Tensor):
         names = ("input", "self", "x", "A", "tensors")
         tensors = args[0] if args else next(kwargs[key] for key in names if key in kwargs)
         order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
-        if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
+        options = [*args[2:], *(kwargs.get(key) for key in ("dim", "keepdim", "out", "dtype"))]
+        given = [option for option in options if option is not None and option is not False]
+        if any(isinstance(option, torch.Tensor) for option in given):
+            raise ShardedGradientError(
+                f"`{name}` of a {cls.noun} is finished over the ranks, and does not write to `out`. Use its result."
+            )
+        dtype = next((option for option in given if isinstance(option, torch.dtype)), None)
+        if len(given) > (dtype is not None):
             raise ShardedGradientError(f"`{name}` over a dimension needs a whole {cls.noun}. {cls.remedy()}.")
         is_matrix = cls.cut is not None and len(cls.cut.shape) == 2
         if order == "nuc" or (name == "linalg_norm" and is_matrix and order not in (None, "fro")):
@@ -239,8 +246,8 @@ class ShardedGradient(torch.Tensor):
             )
         order = 2.0 if order in (None, "fro") else float(order)
         if name == "_foreach_norm":
-            return [_finished(tensor, order, cls.communicator) for tensor in tensors]
-        return _finished(tensors, order, cls.communicator)
+            return [_finished(tensor, order, cls.communicator, dtype) for tensor in tensors]
+        return _finished(tensors, order, cls.communicator, dtype)
 
 
 class StageGradient(torch.Tensor):
@@ -532,12 +539,17 @@ def norm_of_norms(
     return over_ranks(local.pow(order).sum()).pow(1.0 / order)
 
 
-def _finished(gradient: torch.Tensor, order: float, communicator: Communicator) -> torch.Tensor:
+def _finished(
+    gradient: torch.Tensor, order: float, communicator: Communicator, dtype: torch.dtype | None
+) -> torch.Tensor:
     values = gradient.detach().as_subclass(torch.Tensor)
+    result = values.dtype.to_real()
+    if dtype is not None:  # PyTorch says which it gives, and refuses narrower ones
+        result = torch.linalg.vector_norm(torch.empty(1, dtype=values.dtype, device="meta"), dtype=dtype).dtype
     over = communicator if isinstance(gradient, ShardedGradient) else None  # beside segments, one assigned as a whole
-    if order == 2.0 and gradient.dtype in (torch.float64, torch.complex128):
+    if order == 2.0 and result == torch.float64:
         return norm_over_ranks_exactly([values], over, communicator.device)
-    return norm_over_ranks([values], order, over).to(values.dtype.to_real())
+    return norm_over_ranks([values], order, over).to(result)
 
 
 def is_elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

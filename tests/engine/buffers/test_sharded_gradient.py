@@ -354,6 +354,36 @@ def test_a_norm_of_complex_gradients_is_real(dtype: torch.dtype) -> None:
     assert torch.allclose(norm, whole.norm())
 
 
+NORMS_IN: dict[str, Callable[[Tensor, torch.dtype | None], Tensor]] = {
+    "vector_norm": lambda g, dtype: torch.linalg.vector_norm(g, dtype=dtype),
+    "linalg.norm": lambda g, dtype: torch.linalg.norm(g, dtype=dtype),
+    "torch.norm": lambda g, dtype: torch.norm(g, 2, None, False, None, dtype),
+    "method": lambda g, dtype: g.norm(dtype=dtype),
+    "method, by place": lambda g, dtype: g.norm(2.0, None, False, dtype),
+    "foreach": lambda g, dtype: torch._foreach_norm([g], 2.0, dtype)[0],
+    "foreach, by keyword": lambda g, dtype: torch._foreach_norm([g], dtype=dtype)[0],
+}
+
+
+@pytest.mark.parametrize("name", NORMS_IN)
+def test_a_norm_has_the_dtype_that_is_asked_for(name: str) -> None:
+    """It was rounded to that of the gradient."""
+    bf16 = torch.bfloat16
+    for values, wanted in ((bf16, None), (bf16, torch.float32), (bf16, torch.float64), (torch.cfloat, torch.cdouble)):
+        whole = torch.linspace(-2, 3, 7).to(values)
+        found, expected = NORMS_IN[name](_shown(whole, Communicator(Communication(), CPU)), wanted), whole.to(wanted)
+        assert found.dtype == (wanted or values).to_real()
+        assert torch.allclose(found, torch.linalg.vector_norm(expected))
+    with pytest.raises(RuntimeError, match="dtype should be real for real inputs"):
+        NORMS_IN[name](_shown(torch.ones(7), Communicator(Communication(), CPU)), torch.cfloat)
+
+
+@pytest.mark.parametrize("norm", [torch.linalg.vector_norm, torch.norm], ids=["vector_norm", "norm"])
+def test_a_norm_that_is_to_be_written_somewhere_is_refused(gradient: Tensor, norm: Callable[..., Tensor]) -> None:
+    with pytest.raises(ShardedGradientError, match="does not write to `out`"):
+        norm(gradient, 2.0, out=torch.zeros(()))
+
+
 def test_the_norm_of_what_this_rank_has_alone_needs_no_ranks() -> None:
     assert norm_over_ranks([torch.tensor([3.0, 4.0])], 2.0, None).item() == 5.0
     assert norm_over_ranks([], 2.0, None).item() == 0.0
