@@ -66,7 +66,7 @@ class WholeGradients:
     def norm(self, places: Iterable[BufferSlot], order: float = 2.0) -> torch.Tensor:
         """Return the norm of the gradients at ``places``: () fp32, fp64 if one is. Collective: all ranks."""
         places = list(places)
-        has_double = any(buffer.values.stepped.dtype == torch.float64 for buffer, _ in by_buffer(places))
+        has_double = any(buffer.values.stepped.dtype.to_real() == torch.float64 for buffer, _ in by_buffer(places))
         self._take(places)
         is_sharded = any(buffer.own_range.is_shard for buffer, _ in places)
         parts = self._parts

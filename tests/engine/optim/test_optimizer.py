@@ -39,15 +39,15 @@ def _engine(stage: int, **options: Any) -> tuple[ZeroEngine, nn.Module]:
     return engine, engine.shard(TinyGPT())
 
 
-def _double(rank: int, world: int, stage: int) -> None:
+def _double(rank: int, world: int, stage: int, dtype: torch.dtype) -> None:
     worlds.seed()
-    module, engine = nn.Linear(3, 2).double(), ZeroEngine(stage)
+    module, engine = nn.Linear(3, 2).to(dtype), ZeroEngine(stage)
     plain = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine.shard(module)
     engine.attach(optimizer)
     for one in (plain, module):
-        one(torch.full((1, 3), 1 / 3, dtype=torch.float64)).square().sum().backward()
+        one(torch.full((1, 3), 1 / 3, dtype=dtype)).abs().square().sum().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     norm = engine.clip_grad_norm(optimizer, 0.1)
     torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0.0)
@@ -55,9 +55,10 @@ def _double(rank: int, world: int, stage: int) -> None:
         torch.testing.assert_close(engine.full_grad(mine), theirs.grad, rtol=1e-14, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 @stages
-def test_gradients_in_double_are_clipped_by_a_factor_in_double(stage: int) -> None:
-    worlds.run(_double, 2, stage)
+def test_gradients_in_double_are_clipped_by_a_factor_in_double(stage: int, dtype: torch.dtype) -> None:
+    worlds.run(_double, 2, stage, dtype)
 
 
 def _waits_with_others(rank: int, world: int) -> None:
