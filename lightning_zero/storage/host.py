@@ -5,8 +5,8 @@ Note [Who unlocks]
     When the last one goes, the memory waits in a list, still locked, because a copy from it may be running, and
     unlocking is a call of CUDA, which must not come in the middle of something else: Python's collector runs in any
     thread, at any time. The list is that of all stores, because a store may be dropped without ``close``. Its memory is
-    unlocked before other memory is locked, when memory is given back (of gradients, behind a step), when a store is
-    closed, and by ``unlock_freed``.
+    unlocked before other memory is locked, when a store is closed, and by ``unlock_freed``. A store to which memory is
+    given back (of gradients, behind a step) unlocks its own alone: it does not wait for the device because of others.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class HostStore(Accounts):
     def give_back(self, kind: Kind, tensor: torch.Tensor) -> None:
         """Take back a tensor of ``create`` that nobody reads any more: locked memory is kept for the next one."""
         self.release(kind, tensor.nbytes)
-        unlock_freed()
+        unlock_freed(self)
         if tensor.data_ptr() in self._locked:
             with torch.inference_mode(False):
                 self._pool.setdefault(tensor.nbytes, []).append(tensor.detach().view(torch.uint8))
@@ -188,12 +188,20 @@ def _keep_locked(freed: list[tuple[_Block, object]], block: _Block, memory: obje
         freed.append((block, memory))
 
 
-def unlock_freed() -> None:
-    """Unlock memory in which no tensor lies any more, of all stores, behind the work of their devices."""
+def unlock_freed(store: HostStore | None = None) -> None:
+    """Unlock memory in which no tensor lies any more, behind the work of its device.
+
+    Args:
+        store: Only memory that it has locked; None: of all stores.
+    """
     freed: list[tuple[_Block, object]] = []
+    others: list[tuple[_Block, object]] = []
     with suppress(IndexError):  # threads may free some meanwhile, and unlock some
         while True:
-            freed.append(_FREED.pop())
+            entry = _FREED.pop()
+            is_meant = store is None or entry[0].locked is store._locked
+            (freed if is_meant else others).append(entry)
+    _FREED.extend(others)
     blocks = [block for block, _ in freed if block.address in block.locked]  # others are of stores that are closed
     for device in {block.device for block in blocks}:
         finish_device(device)  # a copy may be running that nobody waits for

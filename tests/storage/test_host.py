@@ -198,3 +198,24 @@ def test_memory_of_a_store_that_is_dropped_is_unlocked_by_the_next_one(monkeypat
         assert calls == []
         HostStore(pinned=True, copies_of=torch.device("cuda", 0)).create("optimizer", 8, torch.float32)
     assert calls == ["wait", "unlock"]
+
+
+def test_memory_of_another_store_is_not_waited_for_when_some_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waited for the whole device because of memory of another engine."""
+    waits: list[object] = []
+    with SimulatedDevice() as device:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        device.patch("synchronize", waits.append)
+        one, other = (HostStore(pinned=True, copies_of=torch.device("cuda", 0)) for _ in range(2))
+        gradient, state = one.create("gradients", 8, torch.float32), other.create("optimizer", 8, torch.float32)
+        address = state.data_ptr()
+        del state
+        gc.collect()
+        one.give_back("gradients", gradient)
+        assert waits == []
+        assert device.driver.holds(address)
+        unlock_freed()
+        assert len(waits) == 1
+        assert not device.driver.holds(address)
+        one.close()
+        other.close()
