@@ -202,17 +202,21 @@ class ZeroEngine:
     def unshard(self) -> nn.Module:
         """Return the module with whole parameters in their own dtype, and close the engine.
 
-        Parameters that the program has converted since the last run (``module.double()``) stay as they are. On a grid a
+        Parameters that the program has converted since the last run (``module.double()``) keep their dtype. On a grid a
         rank's parameters are its parts again. Collective: all ranks.
         """
         module = self._state.require_module()
-        converted = self._internals.fits.converted()
-        if self._internals.fits.parts is not None:
-            self._internals.fits.parts.end()
+        fits = self._internals.fits
+        converted, dtypes = fits.converted(), dict[str, torch.dtype]()
+        if fits.parts is not None:
+            converted, dtypes = {}, fits.converted_dtypes()  # other parts need the values too, which they get below
+            fits.parts.end()
         self._state.let_go()
         self._state.drop_gradients()
         held = [param for param in module.parameters() if param in self._state.param_index]  # others came later
-        values = {param: self._part_here(param).to(self._original_dtype(param)) for param in held} | converted
+        names = {param: self._state.param_index.name(param) for param in held}
+        own = {param: dtypes.get(name) or self._original_dtype(param) for param, name in names.items()}
+        values = {param: self._part_here(param).to(dtype) for param, dtype in own.items()} | converted
         self._close()
         aliases = [one for buffer in self._state.buffers for one in buffer.aliases.values()]
         for one in aliases:

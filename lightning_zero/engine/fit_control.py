@@ -101,16 +101,19 @@ class FitControl:
             buffer.values.are_torn = buffer.kind.trained
 
     def converted(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the tensors of another dtype that ``.data`` of whole parameters was pointed to. No collective.
-
-        A pipeline stage has some of a module's parameters only, and takes such tensors back into its own dtypes.
-        """
-        buffers = [] if self.parts is not None else self._state.buffers
-        return {param: values for buffer in buffers for param, values in buffer.converted().items()}
+        """Return the tensors of another dtype that ``.data`` of whole parameters was pointed to. No collective."""
+        return {param: values for buffer in self._state.buffers for param, values in buffer.converted().items()}
 
     def any_is_converted(self) -> bool:
         """Say whether the program has given parameters another dtype, on any rank. Collective: all ranks."""
-        return self._state.communicator.any_is(bool(self.converted()), "dtypes of parameters between two runs")
+        return self._state.world_communicator.any_is(bool(self.converted()), "dtypes of parameters between two runs")
+
+    def converted_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes of ``converted`` parameters of all parts by name. Collective: all ranks."""
+        names = self._state.param_index.names
+        dtypes = {name: values.dtype for param, values in self.converted().items() for name in names[id(param)]}
+        everyone = self._state.world_communicator.gather_objects(dtypes, "dtypes of parameters between two runs")
+        return {name: dtype for one in everyone for name, dtype in one.items()}
 
     def make_equal(self) -> None:
         """Give all ranks the whole parameters that the first one shows, before ``resume``. Collective: all ranks.

@@ -6,6 +6,7 @@ import gc
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -175,3 +176,31 @@ def test_a_module_whose_engine_is_gone_is_refused() -> None:
     """The error was of a parameter without a name."""
     for text in run(_evaluate_orphan, 2):
         assert "Load a checkpoint into a new module" in text
+
+
+class Converts(Net):
+    """Runs its first layer in the dtype that it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(self.first.weight.dtype)).to(self.last.weight.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def _fit_converted(rank: int, world: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+    module = seeded(Converts)
+    first, second = (trainer(rank, world, ZeroStrategy(stage=1, **options), max_epochs=1) for _ in range(2))
+    first.fit(module, loader(0, 1))
+    if rank == 0:  # the stage of the layer
+        module.first.double()
+    second.fit(module, loader(0, 1))
+    return weights(second), {param.dtype for param in module.first.parameters()}
+
+
+def test_a_layer_that_is_converted_between_two_runs_trains_in_its_new_dtype_on_all_stages() -> None:
+    """The stage that holds it copied the values back into the former dtype, in silence."""
+    expected, _ = run(_fit_converted, 1, {})[0]
+    for values, dtypes in run(_fit_converted, 2, _cut(1)):
+        assert dtypes == {torch.float64}
+        assert_equal(values, expected, atol=1e-6)

@@ -198,8 +198,9 @@ class RemoteParams:
                 f"{where} outside of a step. Read parameters, and call the model, inside of"
                 " `with lightning_zero.gathered(module):` on every rank; write into them inside of"
                 " `with lightning_zero.gathered(module, write='all'):`. `strategy.full_param(param)` on every rank"
-                " returns a copy of one parameter. `ModelSummary` calls a model with an `example_input_array`: leave"
-                " that out, or use `Trainer(enable_model_summary=False)`."
+                " returns a copy of one parameter. To convert the module (`module.double()`), call"
+                " `strategy.engine.unshard()` on every rank before. `ModelSummary` calls a model with an"
+                " `example_input_array`: leave that out, or use `Trainer(enable_model_summary=False)`."
             )
         raise PipelineError(
             f"{where}. Stages pass over a block of"
