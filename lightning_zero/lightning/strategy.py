@@ -881,7 +881,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._stored.clear()
-        if self._engine is not None and self._engine.module is not None:
+        if self._engine is not None and self._engine.module is self._sharded_module:  # a run may end before `connect`
             keep_engine(self._sharded_module, self._engine)
         try:
             self._finish_saving()
@@ -895,7 +895,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
                 self._tensor.unbind_metrics()
             for parallelism in self._cutting:
                 parallelism.end(self.lightning_module)
-        if self._engine is not None:
+        if self._engine is not None and self._engine.module is not None:
             self._engine.internals.fits.pause()
         if self.imported is not None:
             self.imported.withdraw_optimizer(self.lightning_module)

@@ -21,6 +21,8 @@ from lightning_zero.lightning.places import (
     let_engines_go,
     places_of,
 )
+from tests.lightning_programs import Net, loader, seeded, trainer
+from tests.worlds import run
 
 
 def _rename(module: nn.Sequential) -> None:
@@ -108,3 +110,20 @@ def test_an_engine_that_is_closed_is_not_kept(end: Callable[[ZeroEngine], object
     del engine
     gc.collect()
     assert gone() is None
+
+
+def _fit_refused(rank: int, world: int) -> tuple[list[bool], bool]:
+    module, other, one = seeded(Net), seeded(Net), trainer(rank, world, 1, max_epochs=1)
+    one.fit(module, loader(rank, world))
+    with pytest.raises(ValueError, match="best"):  # before the strategy knows the module
+        one.fit(other, loader(rank, world), ckpt_path="best")
+    kept = ["_zero_engine" in vars(net) for net in (module, other)]
+    one.strategy.engine.unshard()
+    with pytest.raises(ValueError, match="best"):
+        one.fit(module, loader(rank, world), ckpt_path="best")
+    return kept, "_zero_engine" in vars(module)
+
+
+def test_a_run_that_is_refused_early_leaves_engines_as_they_are() -> None:
+    """Its module kept the engine of another one, and its error behind ``unshard`` was that of a closed engine."""
+    assert run(_fit_refused, 1) == [([True, False], False)]
