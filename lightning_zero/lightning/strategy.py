@@ -910,10 +910,11 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
 
 
 _ROUNDED = (
-    "The module is sharded anew for this run, because its parameters or their names, the options of the strategy or the"
-    " groups of ranks (anew after an error) are not those of the last run. Its parameters are in 16 bits, so the fp32"
-    " masters of the last run are rounded. To keep them make modules with parameters once, and not"
-    " in every `setup` (`torch.compile` too), or save a checkpoint behind the fit and pass it as `ckpt_path`."
+    "The module is sharded anew for this run, because its parameters, their names or their dtypes (`module.double()`),"
+    " the options of the strategy or the groups of ranks (anew after an error) are not those of the last run. Its"
+    " parameters are in 16 bits, so the fp32 masters of the last run are rounded. To keep them make modules with"
+    " parameters once, and not in every `setup` (`torch.compile` too), convert the module before its first run, or save"
+    " a checkpoint behind the fit and pass it as `ckpt_path`."
 )
 
 # Precision and options that the strategies' engines were made for, what synchronises batch norms, and the places of

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.lightning_programs import STAGES, WORLD, Net, assert_equal, data, loader, seeded, trainer, weights
@@ -86,3 +87,40 @@ def _fit_converted(rank: int, world: int, stage: int, dtype: torch.dtype) -> Non
 def test_a_module_that_is_converted_between_two_runs_trains_in_its_new_dtype(stage: int, dtype: torch.dtype) -> None:
     """The engine that the module kept copied the values back into its own dtype, in silence."""
     run(_fit_converted, WORLD, stage, dtype)
+
+
+class _CastingBias(nn.Linear):
+    """Casts its bias for good, as layers of bitsandbytes do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.bias.dtype != input.dtype:
+            self.bias.data = self.bias.data.to(input.dtype)
+        return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
+
+
+class _Casting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(_CastingBias(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x.to(torch.bfloat16)).float() if isinstance(block, _CastingBias) else block(x)
+        return self.last(x)
+
+
+def _fit_casting(rank: int, world: int) -> list[int]:
+    module, kept = seeded(_Casting), []
+    for _ in range(4):
+        one = trainer(rank, world, 1, max_epochs=1)
+        one.fit(module, loader(rank, world), loader(rank, world))
+        kept.append(one.strategy.engine)
+        assert module.blocks[2].bias.dtype == torch.bfloat16
+        assert module.blocks[2].weight.dtype == torch.float32
+    return [kept.index(engine) for engine in kept]
+
+
+def test_a_layer_that_casts_its_bias_is_sharded_anew_once() -> None:
+    """As under DDP its bias stays as the layer has cast it; the engine of the second run is kept."""
+    assert run(_fit_casting, 1) == [[0, 1, 1, 1]]
