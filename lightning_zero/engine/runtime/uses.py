@@ -93,7 +93,8 @@ class UnitUses:
         """Gather a unit of which a released parameter is used, if a step is running; say whether it is whole.
 
         A whole parameter tells of no use: the host waits for a gather in another stream than the scope's, because code
-        in a third one may use the parameter next.
+        in a third one may use the parameter next. Behind a gather in the scope's own it does not, which would cost
+        programs with one stream: there other streams have to wait for that one behind the use (docs/limits.md).
         """
         if not (self._passes.in_scope or in_backward()):
             return False
