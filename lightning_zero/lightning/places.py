@@ -5,6 +5,7 @@ Many programs make a loss with weights anew in every `setup`: modules that have 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,8 +52,9 @@ def keep_engine(module: nn.Module, engine: ZeroEngine) -> None:
 
 def let_engines_go(module: nn.Module) -> None:
     """Let a module, and the modules in it, keep no engine: that of the run that begins is the Trainer's."""
-    for child in module.modules():
-        vars(child).pop(_KEY, None)
+    kept = [child for child in module.modules() if vars(child).pop(_KEY, None) is not None]
+    if any(child is not module for child in kept):
+        gc.collect()  # engines are in reference cycles, and hold device memory until then
 
 
 def places_of(module: nn.Module) -> Places:

@@ -127,3 +127,30 @@ def _fit_refused(rank: int, world: int) -> tuple[list[bool], bool]:
 def test_a_run_that_is_refused_early_leaves_engines_as_they_are() -> None:
     """Its module kept the engine of another one, and its error behind ``unshard`` was that of a closed engine."""
     assert run(_fit_refused, 1) == [([True, False], False)]
+
+
+class _Student(Net):
+    def __init__(self, teacher: Net) -> None:
+        super().__init__()
+        self.teacher = teacher.requires_grad_(False)
+
+
+def _fit_student(rank: int, world: int) -> bool:
+    teacher, first = seeded(Net), trainer(rank, world, 1, max_epochs=1)
+    first.fit(teacher, loader(rank, world))
+    engine = weakref.ref(first.strategy.engine)
+    del first
+    student, second = _Student(teacher), trainer(rank, world, 1, max_epochs=1)
+    gc.collect()
+    assert engine() is not None  # the teacher keeps it
+    gc.disable()
+    try:
+        second.fit(student, loader(rank, world))
+        return engine() is None
+    finally:
+        gc.enable()
+
+
+def test_a_fit_frees_the_engine_of_a_module_inside() -> None:
+    """It stayed in device memory until a collection, because engines are in reference cycles."""
+    assert run(_fit_student, 1) == [True]
