@@ -102,6 +102,7 @@ class FitControl:
 
     def converted(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the tensors of another dtype that ``.data`` of whole parameters was pointed to. No collective."""
+        self._state.require_module()
         return {param: values for buffer in self._state.buffers for param, values in buffer.converted().items()}
 
     def any_is_converted(self) -> bool:

@@ -370,7 +370,7 @@ _ARGUMENTS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, ..
 }  # fmt: skip
 _NEED_NO_MODULE = {  # do nothing, or look up
     "close", "drop_remote", "whole_groups", "param_name", "around_collective", "has_hooks_of_program",
-    "make_in_this_thread",
+    "make_in_this_thread", "when_closed",
 }  # fmt: skip
 
 
