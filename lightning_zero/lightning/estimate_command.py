@@ -60,18 +60,12 @@ def estimate(
     logged = None if compare is None else logged_memory(compare)
     with redirect_stdout(sys.stderr):  # for what the program prints
         config = RunConfig.read("estimate", run, module=module, data=data)
-        num_ranks, node = config.world(world, ranks_per_node)
+        arguments = config.arguments(world=world, ranks_per_node=ranks_per_node, precision=precision)
         nbytes = gpu_bytes("memory", memory)
         forecast = estimate_memory(
             config.make,
             config.strategy,
-            world_size=num_ranks,
-            batch=config.batch,
-            optimizer=config.optimizer,
-            precision=precision or config.precision,
-            accelerator=config.accelerator,
-            ranks_per_node=node,
-            accumulate_grad_batches=config.accumulate_grad_batches,
+            **arguments,
             clips=bool(config.gradient_clip_val),
             side_by_side=not only,
             memory=nbytes,
@@ -83,7 +77,7 @@ def estimate(
         return
     print(table(forecast, nbytes))
     if logged is not None:
-        print(f"\nThe forecast for {num_ranks} rank(s) beside the log:\n{comparison(forecast.own, logged)}")
+        print(f"\nThe forecast for {forecast.world_size} rank(s) beside the log:\n{comparison(forecast.own, logged)}")
     if nbytes is not None:
         fastest = forecast.fastest(nbytes)
         print(

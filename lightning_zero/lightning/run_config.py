@@ -92,6 +92,28 @@ class RunConfig:
             )
         return self.devices * self.num_nodes, ranks_per_node or self.devices
 
+    def arguments(self, *, world: int | None, ranks_per_node: int | None, precision: str | None) -> dict[str, Any]:
+        """Return the arguments that ``estimate_memory`` and ``simulate_step`` share, besides module and strategy.
+
+        Args:
+            world: Number of ranks; None: that of the configuration.
+            ranks_per_node: As in ``estimate_memory``; None: that of the configuration, if it says the ranks too.
+            precision: Overrides that of the configuration; None: it does not.
+
+        Raises:
+            ValueError: Nobody says how many ranks there are.
+        """
+        num_ranks, node = self.world(world, ranks_per_node)
+        return {
+            "world_size": num_ranks,
+            "ranks_per_node": node,
+            "precision": precision or self.precision,
+            "batch": self.batch,
+            "optimizer": self.optimizer,
+            "accelerator": self.accelerator,
+            "accumulate_grad_batches": self.accumulate_grad_batches,
+        }
+
 
 def _is_count(devices: Any) -> bool:
     return isinstance(devices, int) and not isinstance(devices, bool) and devices > 0

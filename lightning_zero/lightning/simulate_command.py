@@ -90,7 +90,7 @@ def simulate(
         check_picture(plot)
     with redirect_stdout(sys.stderr):  # for what the program prints
         config = RunConfig.read("simulate", run, module=module, data=data)
-        num_ranks, node = config.world(world, ranks_per_node)
+        arguments = config.arguments(world=world, ranks_per_node=ranks_per_node, precision=precision)
         if config.sync_batchnorm:
             raise ValueError(
                 "`sync_batchnorm: true` is not simulated yet. Leave it out, or change it for the simulation."
@@ -98,14 +98,8 @@ def simulate(
         simulation = simulate_step(
             config.make,  # type: ignore[arg-type]
             config.strategy,
-            world_size=num_ranks,
+            **arguments,
             rank=rank,
-            batch=config.batch,
-            optimizer=config.optimizer,
-            precision=precision or config.precision,
-            accelerator=config.accelerator,
-            ranks_per_node=node,
-            accumulate_grad_batches=config.accumulate_grad_batches,
             gradient_clip_val=config.gradient_clip_val,
             gradient_clip_algorithm=config.gradient_clip_algorithm,
             device_memory=gpu_bytes("device_memory", device_memory),

@@ -180,7 +180,7 @@ class _Block(NamedTuple):
     device: torch.device | None
 
 
-_FREED: list[tuple[_Block, object]] = []  # of all stores, with the memory: no tensor lies in it any more
+_FREED: list[tuple[_Block, object]] = []  # of all stores, with the memory, until it is unlocked
 
 
 def _keep_locked(freed: list[tuple[_Block, object]], block: _Block, memory: object) -> None:
