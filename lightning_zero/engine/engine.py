@@ -202,21 +202,31 @@ class ZeroEngine:
     def unshard(self) -> nn.Module:
         """Return the module with whole parameters in their own dtype, and close the engine.
 
-        Parameters that the program has converted since the last run (``module.double()``) keep their dtype. On a grid a
-        rank's parameters are its parts again. Collective: all ranks.
+        Parameters that the program has converted since the last run (``module.double()``) keep their dtype, with the
+        digits of the masters where they are as they were. On a grid a rank's parameters are its parts again.
+        Collective: all ranks.
+
+        Raises:
+            RuntimeError: Another engine holds parameters, which it shows rounded, older or not at all.
         """
         module = self._state.require_module()
         fits = self._internals.fits
-        converted, dtypes = fits.converted(), dict[str, torch.dtype]()
+        fits.refuse_held()
+        converted = fits.converted()
+        shown = {param: self._state.param_index.of(param)[0].shown.dtype for param in converted}
+        dtypes = {self._state.param_index.name(param): values.dtype for param, values in converted.items()}
         if fits.parts is not None:
-            converted, dtypes = {}, fits.converted_dtypes()  # other parts need the values too, which they get below
+            dtypes = fits.converted_dtypes()  # other parts have them too
             fits.parts.end()
         self._state.let_go()
         self._state.drop_gradients()
         held = [param for param in module.parameters() if param in self._state.param_index]  # others came later
         names = {param: self._state.param_index.name(param) for param in held}
         own = {param: dtypes.get(name) or self._original_dtype(param) for param, name in names.items()}
-        values = {param: self._part_here(param).to(dtype) for param, dtype in own.items()} | converted
+        values = {param: self._part_here(param).to(dtype) for param, dtype in own.items()}
+        for param, given in converted.items():
+            is_as_shown = given == given.to(shown[param]).to(given.dtype)
+            values[param] = torch.where(is_as_shown, values[param].to(given.device), given)
         self._close()
         aliases = [one for buffer in self._state.buffers for one in buffer.aliases.values()]
         for one in aliases:

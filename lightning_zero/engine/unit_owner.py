@@ -9,7 +9,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.buffers.buffer import FlatBuffer
-from lightning_zero.engine.buffers.parameter import is_called_by, raw_grad, running_call_of
+from lightning_zero.engine.buffers.parameter import (
+    LoweredParameter,
+    PendingParameter,
+    ReleasedParameter,
+    has_class,
+    is_called_by,
+    raw_grad,
+    running_call_of,
+)
 from lightning_zero.engine.buffers.sharded_gradient import ShardedGradient, mark_of_stage
 from lightning_zero.engine.engine_state import EngineState
 from lightning_zero.engine.units.unit import Unit
@@ -39,6 +47,20 @@ class UnitOwner:
     def own_dtype(self, param: nn.Parameter) -> torch.dtype:
         """Return the dtype that the parameter has for its user."""
         return self._state.param_index.of(param)[0].kind.original
+
+    def is_of(self, state: EngineState) -> bool:
+        """Say whether the parameter is one of the engine with this state."""
+        return self._state is state
+
+    def hides(self, param: nn.Parameter) -> bool:
+        """Say whether the parameter shows other values than its engine steps: rounded ones, older ones or none."""
+        if any(has_class(param, cls) for cls in (ReleasedParameter, PendingParameter, LoweredParameter)):
+            return True
+        buffer = self._state.param_index.of(param)[0]
+        if buffer.original is None:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(param.untyped_storage()._cdata == buffer.whole.flat.untyped_storage()._cdata)
 
     # -- Values ----------------------------------------------------------------------------------------------------
 

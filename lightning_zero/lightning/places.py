@@ -47,7 +47,7 @@ class _KeptEngine:
 def keep_engine(module: nn.Module, engine: ZeroEngine) -> None:
     """Let a module keep its engine until its next run or ``close``, also where the Trainer is gone by then."""
     vars(module)[_KEY] = _KeptEngine(engine)
-    engine.internals.fits.when_closed(partial(let_engines_go, module))
+    engine.internals.fits.when_closed(partial(vars(module).pop, _KEY, None))
 
 
 def let_engines_go(module: nn.Module) -> None:

@@ -401,6 +401,8 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         kept_for, kept_sync, kept_places = (None, None, None) if engine is None else _made_for[engine]
         layer_sync = self._layer_sync if is_fitting else kept_sync  # as under DDPStrategy, for fits only
         are_torn = are_rounded = False
+        if engine is not None:
+            engine.internals.fits.refuse_held()
         # The mesh is part of it, so that its groups are lent for as long as the engine uses them.
         made_for = (
             self.precision_plugin.precision, recipe, self.activation_checkpointing, self._mesh, self._cutting,

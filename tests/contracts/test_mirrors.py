@@ -50,7 +50,6 @@ IN_CONTRACTS = {
     "lightning_zero/engine/access/arguments.py": "tests/contracts/test_bad_input.py",
     "lightning_zero/engine/checkpoint_access.py": "tests/engine/test_engine.py",
     "lightning_zero/engine/engine_state.py": "tests/engine/test_engine.py",
-    "lightning_zero/engine/fit_control.py": "tests/engine/runtime/test_hooks.py",
     "lightning_zero/engine/internals.py": "tests/contracts/test_bad_input.py",
     "lightning_zero/engine/step_control.py": "tests/engine/test_engine.py",
     "lightning_zero/engine/unit_owner.py": "tests/contracts/test_gradients_by_hand.py",

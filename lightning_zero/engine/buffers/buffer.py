@@ -29,7 +29,7 @@ from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.engine.buffers.aliases import Aliases
 from lightning_zero.engine.buffers.gradients import BufferGradients
 from lightning_zero.engine.buffers.group import BufferGroup, NodeLevels
-from lightning_zero.engine.buffers.home import HomeMaker
+from lightning_zero.engine.buffers.home import Home, HomeMaker
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.buffers.original import Original, RoundedWrites
 from lightning_zero.engine.buffers.parameter import (
@@ -106,7 +106,6 @@ class FlatBuffer:
         may_wait = (home is not None and kind.trained) or params_home is not None
         exact = self.whole.fill(may_wait=may_wait)
         self.values = SteppedValues(spec, self.whole.flat, exact=exact, home=home, params_home=params_home)
-        self.home = self.values.home
         self.original = Original(spec, self.whole, self.values) if kind.original != kind.compute else None
         self.is_whole = True
         self.is_stale = False  # whole parameters are older than the master: a step is due, or is not gathered yet
@@ -114,6 +113,7 @@ class FlatBuffer:
         self._versions = [0] * len(self.params)  # of the parameters when they were bound; a write moves them
         self._num_collected = [0] * len(self.params)  # writes that were taken over
         self._written = False  # the shard may differ from the rounded master
+        self._is_between_runs = False  # parameters keep a dtype that the program gives them
         self.on_rounded_write: RoundedWrites | None = None  # told of a parameter that was written in 16 bits
         # - Gradients
         self.gradients = BufferGradients(spec, self.values)
@@ -124,6 +124,11 @@ class FlatBuffer:
     def layout(self) -> FlatLayout:
         """Where every parameter lies."""
         return self._spec.layout
+
+    @property
+    def home(self) -> Home:
+        """The home of the master, the optimizer states and the gradient shard."""
+        return self.values.home
 
     @property
     def communicator(self) -> Communicator:
@@ -375,6 +380,7 @@ class FlatBuffer:
 
         Below stage 3, where they are whole always, ``show_original`` comes before.
         """
+        self._is_between_runs = True
         if self.original is None or (not self.sharding.params and self.original.flat is None):
             return
         self.original.is_resting = True
@@ -383,6 +389,7 @@ class FlatBuffer:
 
     def end_rest(self) -> None:
         """Show parameters as they compute. No collective; at stage 3 the unit is not whole."""
+        self._is_between_runs = False
         if self.original is None or not self.original.is_resting:
             return
         self.original.is_resting = False
@@ -400,7 +407,7 @@ class FlatBuffer:
         """Say whether somebody wrote into a parameter since it was bound."""
         with torch._C.DisableTorchFunctionSubclass():
             return not self.is_stale and any(
-                is_written(param, version) or param.data_ptr() != address
+                is_written(param, version) or (param.data_ptr() != address and self._is_pointed(index))
                 for index, (param, version, address) in enumerate(
                     zip(self.params, self._versions, self._addresses(), strict=True)
                 )
@@ -415,21 +422,35 @@ class FlatBuffer:
                 found = enumerate(zip(self.params, self._versions, self._addresses(), strict=True))
                 for index, (param, version, address) in found:
                     if index not in self.entered:
-                        pending[index] = num_writes(param, version) + (param.data_ptr() != address)
+                        is_pointed = param.data_ptr() != address and self._is_pointed(index)
+                        pending[index] = num_writes(param, version) + is_pointed
         names = (slot.name for slot in self.layout.slots)
         return {name: sum(both) for name, *both in zip(names, self._num_collected, pending, strict=True)}
 
     def converted(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the tensors of another dtype than the shown one that ``.data`` of whole parameters was pointed to."""
+        """Return the tensors of a dtype of the program's that ``.data`` of whole parameters was pointed to."""
         if not self.is_whole or self.is_stale:
             return {}
         with torch._C.DisableTorchFunctionSubclass():
-            shown = enumerate(zip(self.params, self._shown_views, strict=True))
-            return {
-                param: param.detach()
-                for index, (param, view) in shown
-                if index not in self.entered and param.dtype != view.dtype
-            }
+            indices = [index for index in range(len(self.params)) if self._is_converted(index)]
+            return {self.params[index]: self.params[index].detach() for index in indices if index not in self.entered}
+
+    def _is_converted(self, index: int) -> bool:
+        """Say whether the program has given a whole parameter a dtype that the engine does not give it."""
+        param, view = self.params[index], self._shown_views[index]
+        is_cast = param.dtype.is_floating_point and view.dtype.is_floating_point
+        return is_cast and param.dtype not in (view.dtype, self.kind.original) and param.shape == view.shape
+
+    def _keeps_dtype(self, index: int) -> bool:
+        """Say whether a parameter keeps the dtype that the program has given it, for the next run."""
+        return self._is_between_runs and self._is_converted(index)
+
+    def _is_pointed(self, index: int) -> bool:
+        """Say whether ``.data``, which lies elsewhere, was pointed to other values than the flat buffer's."""
+        if not self._keeps_dtype(index):
+            return True
+        view = self._shown_views[index]
+        return not torch.allclose(self.params[index].detach().to(view), view, rtol=0, atol=0, equal_nan=True)
 
     def _addresses(self) -> list[int]:
         base, size = self.shown.data_ptr(), self.shown.element_size()
@@ -446,7 +467,7 @@ class FlatBuffer:
             for index, (param, address) in enumerate(zip(self.params, self._addresses(), strict=True)):
                 if index in entered:  # shows the master's segment
                     continue
-                if param.data_ptr() != address:
+                if param.data_ptr() != address and self._is_pointed(index):
                     pointed.append(index)
                     written = index
                 found = num_writes(param, self._versions[index])
@@ -498,7 +519,8 @@ class FlatBuffer:
                     " it values of its own shape and dtype, or make the change before `shard`."
                 )
             found.append(_apart_from(self.shown, param.detach()))
-            param.data = view
+            if not self._keeps_dtype(index):
+                param.data = view
         for index in set(range(len(self.params))) - self.entered:
             end_writes(self.params[index])
         self._leave_what_is_kept()
@@ -528,7 +550,8 @@ class FlatBuffer:
         with torch.inference_mode(False), torch.no_grad():
             self.shown.copy_(shown)
         for index in set(range(len(self.params))) - self.entered:
-            self.params[index].data = self._shown_views[index]
+            if not self._keeps_dtype(index):
+                self.params[index].data = self._shown_views[index]
         for index, aliases in self.aliases.items():
             aliases.show(self.whole.views[index])
         self._show_stepped(stepping)

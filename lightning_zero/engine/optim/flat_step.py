@@ -93,6 +93,10 @@ class FlatStep:
         planned = self._planned.pop(id(buffer), None)
         return [] if planned is None else planned.calls
 
+    def forget_calls(self) -> None:
+        """Forget the calls of a step that an error has ended."""
+        self._planned.clear()
+
     def flat_states(self, buffer: FlatBuffer) -> list[Tensor]:
         """Return the states that lie beside each other for all of a buffer's own range."""
         return [state for (owner, _), state in self._flat.items() if owner == id(buffer)]

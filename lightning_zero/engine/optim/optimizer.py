@@ -299,6 +299,8 @@ class ShardedOptimizer:
 
     def _begin_window(self) -> None:
         """Take over the gradients and open the window, unless nobody but the engine is there to look into it."""
+        if self._flat_step is not None:
+            self._flat_step.forget_calls()
         was_open = self.is_open
         if not was_open:
             self._prepare_window()

@@ -58,6 +58,7 @@ class OptimizerInBackward(ShardedOptimizer):
         """
         flat = self._flat_step
         assert flat is not None
+        flat.forget_calls()
         found = []
         for group in self.optimizer.param_groups:
             places = [self._attached[id(param)] for param in group["params"]]

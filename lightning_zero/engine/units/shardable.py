@@ -12,7 +12,7 @@ from lightning_zero.dtensors import refuse_dtensors
 from lightning_zero.engine.buffers.parameter import ReleasedParameter, class_over, has_class, user_class
 from lightning_zero.storage.copies import replays_graph
 
-__all__ = ["check_new_buffers", "check_shardable"]
+__all__ = ["check_new_buffers", "check_shardable", "refuse_graphs"]
 
 Named = tuple[str, torch.Tensor]
 
@@ -25,7 +25,7 @@ def check_shardable(module: nn.Module) -> None:
             CUDA graph reads it.
     """
     refuse_dtensors(module)
-    _check_graphs(module)
+    refuse_graphs(module)
     params = _params_of(module)
     for name, buffer in module.named_buffers():
         if is_lazy(buffer):
@@ -56,8 +56,12 @@ def _params_of(module: nn.Module) -> list[Named]:
     return [(name, param) for name, param in module.named_parameters() if not has_class(param, ReleasedParameter)]
 
 
-def _check_graphs(module: nn.Module) -> None:
-    """Refuse modules whose forward replays a CUDA graph, which reads parameters at their former addresses."""
+def refuse_graphs(module: nn.Module) -> None:
+    """Refuse modules whose forward replays a CUDA graph, which reads parameters at their former addresses.
+
+    Raises:
+        ValueError: One does.
+    """
     for name, child in module.named_modules():
         if replays_graph(vars(child).get("forward")) and any(True for _ in child.parameters()):
             raise ValueError(

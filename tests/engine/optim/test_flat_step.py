@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.config import Communication, MixedPrecision
+from lightning_zero.config import Communication, MixedPrecision, Offload
 from lightning_zero.engine.engine import ZeroEngine
+from lightning_zero.engine.optim.flat_step import FlatStep
 from lightning_zero_ops import adamw, sgd
 from tests import worlds
 from tests.engine.optimizers import Momentum
@@ -356,6 +357,51 @@ def test_padding_stays_zero_without_eps(stage: int) -> None:
 
 
 # -- What PyTorch does not step ----------------------------------------------------------------------------------------
+
+
+def _given_up(rank: int, world: int, stage: int, options: dict[str, Any]) -> None:
+    ended = []
+    for fails in (False, True):
+        engine, module = _engine(stage, **options)
+        optimizer = engine.attach(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        _backward(engine, module, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        if fails:
+            with patch.object(FlatStep, "plan", _failing(FlatStep.plan)):
+                _backward(engine, module, rank, 7)
+                with pytest.raises(MemoryError):
+                    optimizer.step()
+            optimizer.zero_grad()
+        _backward(engine, module, rank, 1)
+        optimizer.step()
+        ended.append(_weights(engine, module))
+        engine.close()
+    assert all(torch.equal(a, b) for a, b in zip(*ended, strict=True))
+
+
+def _failing(plan: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that plans the steps of two buffers, and fails then."""
+    left = [0, 0]
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if not left:
+            raise MemoryError
+        left.pop()
+        plan(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offload": Offload(optimizer="cpu")}, {"step": "deferred"}],
+    ids=["device", "cpu", "deferred"],
+)
+@stages
+def test_an_error_while_a_step_is_planned_leaves_nothing_for_the_next_one(stage: int, options: dict[str, Any]) -> None:
+    """Buffers that were planned were stepped twice then, by the gradients of the failed step."""
+    worlds.run(_given_up, 2, stage, options)
 
 
 def _idle(rank: int, world: int, stage: int) -> None:
