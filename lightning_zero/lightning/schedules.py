@@ -61,8 +61,12 @@ def _leave_to_program(configs: list[LRSchedulerConfig]) -> None:
 
 
 def fill_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> None:
-    """Fill ``total_num_steps="auto"`` again when the training begins, which may go on from a checkpoint, and say so."""
-    for schedule, steps, begin in _fill(configs, trainer):
+    """Fill ``total_num_steps="auto"`` again at the first batch of a fit, which may go on from a checkpoint, and say so.
+
+    Only then is it known which batch of which epoch that is.
+    """
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+    for schedule, steps, begin in _fill(configs, trainer, done=done):
         name = type(schedule).__name__
         if begin and steps <= begin:
             rank_zero_warn(
@@ -75,17 +79,17 @@ def fill_schedules(configs: list[LRSchedulerConfig], trainer: pl.Trainer) -> Non
 
 
 def _fill(
-    configs: list[LRSchedulerConfig], trainer: pl.Trainer
+    configs: list[LRSchedulerConfig], trainer: pl.Trainer, *, done: int | None = None
 ) -> list[tuple[WarmupDecayLR | WarmupCosineLR, float, int]]:
     """Fill ends that are ``"auto"``, and return the schedules with the steps of all the training, and before each.
 
-    In a ``SequentialLR`` a part ends at the next milestone.
+    In a ``SequentialLR`` a part ends at the next milestone. ``done`` is as in ``_steps_left``.
     """
     filled = []
     for config in configs:
         for schedule, begin, end in _schedules(config.scheduler):
             if isinstance(schedule, (WarmupDecayLR, WarmupCosineLR)) and schedule.is_auto:
-                steps = _place_of(config.scheduler) + _steps_left(trainer)
+                steps = _place_of(config.scheduler) + _steps_left(trainer, done)
                 schedule.fill_total_num_steps(max(1, min(steps, end) - begin))
                 schedule.is_auto = True  # a checkpoint may change the number
                 filled.append((schedule, steps, begin))
@@ -98,11 +102,15 @@ def _place_of(scheduler: Any) -> int:
     return _place_of(scheduler._schedulers[0]) if place is None else int(place)
 
 
-def _steps_left(trainer: pl.Trainer) -> float:
+def _steps_left(trainer: pl.Trainer, done: int | None) -> float:
     """Return the steps from here to the end of the training; infinity if nobody knows it.
 
     As ``trainer.estimated_stepping_batches``, but without the steps that were made before, maybe with other loaders,
     and with the accumulation of every epoch where a callback changes it.
+
+    Args:
+        trainer: The Trainer.
+        done: Batches of this epoch before the one that begins; None: no epoch has begun.
     """
     limit = math.inf if trainer.max_steps == -1 else max(0, trainer.max_steps - trainer.global_step)
     epochs = trainer.max_epochs
@@ -115,12 +123,13 @@ def _steps_left(trainer: pl.Trainer) -> float:
         return limit
     progress: Any = trainer.fit_loop.epoch_progress.current
     left = range(progress.processed, epochs or 1)
-    steps = sum(math.ceil(batches / _accumulated(trainer, epoch)) for epoch in left)
-    if trainer.fit_loop.restarting and progress.started > progress.processed:  # in the middle of an epoch
-        batch_progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        done = min(batches, batch_progress.processed)
-        accumulated = _accumulated(trainer, progress.processed)
-        steps -= math.ceil(batches / accumulated) if done == batches else done // accumulated
+    steps: float = 0
+    if done is not None:
+        left = left[1:]
+        every = trainer.accumulate_grad_batches  # a callback sets it when an epoch begins, which a resumed one does not
+        last = max(batches - 1, done)  # if no batch were left, Lightning would train on one
+        steps = last // every - done // every + 1
+    steps += sum(math.ceil(batches / _accumulated(trainer, epoch)) for epoch in left)
     return min(steps, limit)
 
 

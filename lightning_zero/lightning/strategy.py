@@ -226,6 +226,7 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         self.followers: list[CheckpointFollower] = []  # told of checkpoints, in this order
         self._saver: AsyncSaver | None = None  # from the first asynchronous save to teardown
         self._is_running = False  # from setup to teardown
+        self._has_begun = False  # from the first training batch of a fit
         self._mesh: Mesh | None = None  # with a pipeline
         self._tensor: TensorTraining | None = None  # with tensor parallelism
         self._experts: ExpertTraining | None = None  # with expert parallelism
@@ -657,9 +658,9 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
     # -- Steps -----------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Set random number generators and schedules of a resumed run; compare the loader with a configuration."""
+        """Set random number generators of a resumed run; compare the loader with a configuration."""
         super().on_train_start()
-        fill_schedules(self.lr_scheduler_configs, self._sharded_module.trainer)
+        self._has_begun = False
         if self.imported is not None:
             self.imported.compare_loader(
                 self._sharded_module.trainer, ranks=self.distributed_sampler_kwargs["num_replicas"]
@@ -672,7 +673,10 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         super().on_train_end()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Agree on a step of fewer micro-batches. Collective at the end of an epoch: all ranks."""
+        """Fill schedules; agree on a step of fewer micro-batches. Collective at the end of an epoch: all ranks."""
+        if not self._has_begun:
+            self._has_begun = True
+            fill_schedules(self.lr_scheduler_configs, self._sharded_module.trainer)
         if (self.stage < 2 or self.sharding.waits_in_node) and self.world_size > 1:
             agree_on_last_step(self.engine, self._sharded_module.trainer)
 

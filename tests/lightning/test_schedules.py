@@ -135,6 +135,47 @@ def test_auto_of_a_fit_that_is_resumed_in_the_middle_of_an_epoch(accumulated: in
     assert len(seen) == (STEPS + 6) // accumulated
 
 
+def resumed(tmp_path: Path, *, at: int, batches: int, steps_with: Any = (), **options: Any) -> tuple[int, int]:
+    """Save behind a batch of the second epoch, go on with epochs of other lengths; return the end, and the steps."""
+    made: list[Any] = []
+
+    def make(optimizer: Any) -> Any:
+        made[:] = [WarmupDecayLR(optimizer, "auto", warmup_num_steps=2)]
+        return made[0]
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.current_epoch == 1 and batch_idx == at - 1:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    rates(make, tmp_path, callbacks=[Save(), *steps_with], **{**options, "max_epochs": 2})
+    loader = DataLoader(torch.ones(batches, 32), batch_size=1)
+    middle = torch.load(tmp_path / "middle.ckpt", weights_only=False)["global_step"]
+    callbacks = list(steps_with)
+    seen = rates(make, tmp_path, loader=loader, ckpt_path=tmp_path / "middle.ckpt", callbacks=callbacks, **options)
+    return made[0].total_num_steps, middle + len(seen)
+
+
+@pytest.mark.parametrize(
+    ("at", "batches", "expected"),
+    [(8, 6, 20 + 6 + 6), (8, 8, 20 + 8 + 8), (8, 9, 20 + 1 + 9), (8, 20, 20 + 12 + 20), (STEPS, 20, 24 + 8)],
+    ids=["shorter", "as-long-as-trained", "longer-by-one", "longer", "behind-the-last-batch"],
+)
+@pytest.mark.parametrize("options", [{}, {"max_steps": 100}], ids=["epochs", "steps"])
+def test_auto_of_a_fit_resumed_with_other_batches_is_the_steps_that_it_makes(
+    at: int, batches: int, expected: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Lightning begins an epoch anew that has no batch left; the rate was 0 for the rest."""
+    assert resumed(tmp_path, at=at, batches=batches, max_epochs=3, **options) == (expected, expected)
+
+
+def test_auto_of_a_resumed_epoch_accumulates_as_lightning_does(tmp_path: Path) -> None:
+    """Lightning does not begin the epoch, so the callback sets nothing in it; the schedule ended too early."""
+    plan = [GradientAccumulationScheduler({0: 4})]
+    total, made = resumed(tmp_path, at=4, batches=STEPS, steps_with=plan, max_epochs=3)
+    assert total == made == 3 + 1 + 8 + 3
+
+
 @pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
 def test_auto_of_a_second_fit_in_a_trainer_is_the_steps_that_it_makes(limit: str, tmp_path: Path) -> None:
     """It was the sum of both: the schedule ended half way."""
