@@ -259,14 +259,14 @@ class _Steps:
                 self._forward_backward(is_first=number == 0)
         stats = self._engine.stats()
         with self._counter.phase("step"):
-            for optimizer in self._optimizers:
+            for number, optimizer in enumerate(self._optimizers):
                 if self._trainee.is_scaled:
                     self._engine.internals.steps.unscale(optimizer, LOSS_SCALE)
                 if self._trainee.clips:
                     self._engine.clip_grad_norm(optimizer, 1.0)
                 optimizer.step()
                 if self._choice is not None and self._choice.policy is None:
-                    self._choice.settle(int)
+                    self._choice.settle(int, stepped=number, num_optimizers=len(self._optimizers))
         return stats
 
     def _forward_backward(self, *, is_first: bool) -> None:

@@ -758,9 +758,13 @@ class ZeroStrategy(CheckpointHooks, ProcessHooks):
         """Run the step; choose the policy of activation checkpointing when the first ones have been made."""
         if self.stage >= 2 and not self.sharding.waits_in_node and self.world_size > 1:
             closure = partial(self._backward_of_step, closure)
+        scaler = self._step_plugin.scaler
+        skipped = None if scaler is None else scaler.skipped
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._forecast is not None and self._forecast.policy is None:
-            line = self._forecast.settle(self._largest)
+        was_made = scaler is None or scaler.skipped == skipped
+        if was_made and self._forecast is not None and self._forecast.policy is None:
+            number = self.optimizers.index(optimizer)
+            line = self._forecast.settle(self._largest, stepped=number, num_optimizers=len(self.optimizers))
             if line is not None:
                 rank_zero_info(line)
         return output

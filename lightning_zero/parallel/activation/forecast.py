@@ -13,12 +13,13 @@ backward at once, a policy needs::
 The first that fits is taken; of the ranks' choices the one that keeps the least.
 
 Call protocol: ``begin_batch`` before each micro-batch of the first steps, ``trace`` and ``note_waiting`` in it,
-``note_peak`` after its backward, and ``settle`` after every step of an optimizer, on all ranks, until ``policy`` is not
-None.
+``note_peak`` after its backward, and ``settle`` after every step that an optimizer has made, on all ranks, until
+``policy`` is not None.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args
@@ -36,7 +37,7 @@ __all__ = ["Forecast", "KeptBytes", "Settled", "free_at_peak"]
 
 Settled = Literal["none", "selective", "full", "offload"]
 _ORDER: tuple[Settled, ...] = get_args(Settled)  # from the cheapest in time to the cheapest in memory
-_STEPS = 2  # the first one makes the optimizer's states, so the second one has all that a step needs
+_STEPS = 2  # of each optimizer: the first one makes its states, so the second one has all that a step needs
 _USABLE = 0.9  # of free memory; the rest is for holes between allocations
 _UNKNOWN = -1  # no call was counted yet
 
@@ -66,7 +67,7 @@ class Forecast:
         # - Of the first steps
         self._kept: dict[type, KeptBytes] = {}  # by class of module
         self._most_waiting = 1  # calls
-        self._num_steps = 0
+        self._num_steps: Counter[int] = Counter()  # by optimizer
         self._device: torch.device | None = None
         self._most_allocated = 0  # bytes in tensors of a CUDA device, in micro-batches and steps of optimizers
 
@@ -101,17 +102,20 @@ class Forecast:
         """Take note of how many calls wait for their backward."""
         self._most_waiting = max(self._most_waiting, calls)
 
-    def settle(self, largest: Callable[[int], int]) -> str | None:
-        """Choose a policy if enough steps have been made; return a line that names it, once.
+    def settle(self, largest: Callable[[int], int], *, stepped: int = 0, num_optimizers: int = 1) -> str | None:
+        """Choose a policy if every optimizer has made enough steps; return a line that names it, once.
 
         Collective: all ranks, after every step of an optimizer until the policy is settled.
 
         Args:
             largest: Returns the largest of the ranks' numbers.
+            stepped: The number of the optimizer that has made a step.
+            num_optimizers: Number of optimizers.
         """
         self.note_peak()
-        self._num_steps += 1
-        if self.policy is not None or self._num_steps < _STEPS:
+        self._num_steps[stepped] += 1
+        fewest = min(self._num_steps[number] for number in range(num_optimizers))
+        if self.policy is not None or fewest < _STEPS:
             return None
         budget = self._free_bytes() if self._budget_bytes is None else self._budget_bytes
         needed = self.needed()

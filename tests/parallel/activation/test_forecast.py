@@ -135,7 +135,7 @@ def test_a_given_budget_leaves_the_peak_of_pytorch_alone(monkeypatch: pytest.Mon
 def test_the_trainer_measures_micro_batches_and_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     for name in ("begin_batch", "note_peak", "settle"):
-        monkeypatch.setattr(Forecast, name, lambda *_, name=name: told.append(name))
+        monkeypatch.setattr(Forecast, name, lambda *_, name=name, **__: told.append(name))
     monkeypatch.setattr(Net, "validation_step", lambda *_: told.append("validation"))
     strategy = ZeroStrategy(stage=2, activation_checkpointing=_auto(10**9))
     fitted = trainer(
@@ -145,6 +145,56 @@ def test_the_trainer_measures_micro_batches_and_steps_alone(monkeypatch: pytest.
     batch = ["begin_batch", "note_peak"]
     assert told[: told.index("validation") + 1] == ["validation"]
     assert told[1 : 1 + 10] == [*batch, *batch, "settle"] * 2
+
+
+class ByHand(Net):
+    """Steps its optimizers in a batch, the last one in every second batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.policies: list[str | None] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        for optimizer in (first, second) if batch_idx % 2 else (first,):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            self.policies.append(_forecast(self).policy)
+
+    def configure_optimizers(self) -> Any:
+        half = len(params := list(self.parameters())) // 2
+        return [torch.optim.AdamW(part) for part in (params[:half], params[half:])]
+
+
+def test_every_optimizer_makes_two_steps_before_the_choice() -> None:
+    """Steps of all optimizers counted, so the policy was chosen in the first batch, without the last one's states."""
+    module = ByHand()
+    strategy = ZeroStrategy(stage=2, activation_checkpointing=_auto(10**9))
+    trainer(0, 1, strategy, max_epochs=1, limit_train_batches=4).fit(module, loader(0, 1))
+    assert module.policies == [None] * 5 + ["none"]
+
+
+class Overflows(Net):
+    """Has infinite gradients in its first two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policies: list[str | None] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.policies.append(_forecast(self).policy)
+        return super().training_step(batch, batch_idx) * (torch.inf if batch_idx < 2 else 1.0)
+
+
+def test_a_step_that_a_loss_scale_skips_makes_no_states_and_does_not_count() -> None:
+    """Two overflows at the start made the choice, with the memory of the optimizer's states counted as free."""
+    module = Overflows()
+    strategy = ZeroStrategy(stage=2, activation_checkpointing=_auto(10**9))
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 5, "precision": "16-true"}
+    trainer(0, 1, strategy, **options).fit(module, loader(0, 1))
+    assert module.policies == [None] * 4 + ["none"]
 
 
 # -- Nothing else changes ----------------------------------------------------------------------------------------------
