@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -152,25 +151,32 @@ def seeded() -> Iterator[None]:
         before.restore()
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Steps:
     """Numbers that hooks ask a Trainer for: they change schedules, not memory. It has nothing else of a Trainer."""
 
-    max_epochs: int = 1
-    max_steps: int = 1000
-    num_training_batches: int = 1000
-    estimated_stepping_batches: int = 1000
+    max_epochs = 1
+    max_steps = 1000
+    num_training_batches = 1000
+    estimated_stepping_batches = 1000
 
 
 @contextmanager
 def told_steps(module: pl.LightningModule) -> Iterator[None]:
-    """Let hooks of a module without a Trainer ask how many steps there are."""
-    before = module._trainer
-    module.trainer = _Steps()  # type: ignore[assignment]
+    """Let hooks of a module ask how many steps there are; one with a Trainer finds all else in it as before."""
+    trainer: Any = module._trainer
+    if trainer is None:
+        module.trainer = _Steps()  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            module.trainer = None
+        return
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (_Steps, kind), {})
     try:
         yield
     finally:
-        module.trainer = before
+        trainer.__class__ = kind
 
 
 def without_meta(module: nn.Module) -> None:

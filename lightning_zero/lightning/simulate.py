@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,6 +37,7 @@ from lightning_zero.forecast.rehearsal import LOSS_SCALE, count_states, host_apa
 from lightning_zero.forecast.simulation import Sample, Simulation
 from lightning_zero.forecast.stage_processes import run_stages
 from lightning_zero.lightning.forecast_options import (
+    BUILDING_HOOKS,
     Optimizers,
     accumulation_of,
     new_module,
@@ -45,6 +46,7 @@ from lightning_zero.lightning.forecast_options import (
     precision_of,
     refuse_unforecast,
     seeded,
+    told_steps,
     without_meta,
 )
 from lightning_zero.lightning.precision import ZeroStep
@@ -322,17 +324,27 @@ def _made(module: pl.LightningModule | Callable[[], pl.LightningModule], optimiz
     if not isinstance(made, pl.LightningModule):
         raise ValueError(f"A simulation trains a `LightningModule`, and `{type(made).__name__}` is none.")
     without_meta(made)
-    configure_model = made.configure_model
-
-    def configure() -> None:
-        configure_model()
-        without_meta(made)
-
-    vars(made)["configure_model"] = configure
+    for name in (*BUILDING_HOOKS, "configure_optimizers"):
+        vars(made)[name] = _told(made, name)
     vars(made)["configure_callbacks"] = list  # they could write files
     if optimizer is not None:
         vars(made)["configure_optimizers"] = lambda: optimizer(made.parameters())
     return made
+
+
+def _told(module: pl.LightningModule, name: str) -> Callable[..., Any]:
+    """Return a hook that may ask how many steps there are, and build modules on the meta device."""
+    hook = getattr(module, name)
+
+    @wraps(hook)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        with told_steps(module):
+            result = hook(*args, **kwargs)
+        if name in BUILDING_HOOKS:
+            without_meta(module)
+        return result
+
+    return told
 
 
 def _batch_of(module: pl.LightningModule, batch: Any) -> Any:

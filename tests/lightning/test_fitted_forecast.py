@@ -32,6 +32,16 @@ def test_tensor_ranks_have_parts_of_parameters_and_send_activations() -> None:
     assert cut.sent_across_nodes is None
 
 
+def test_hooks_may_ask_how_many_steps_there_are() -> None:
+    class Asks(Fitted):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.trainer.max_steps)]
+
+    strategy = ZeroStrategy(stage=1, tensor_parallel=GIVEN)
+    assert _own(strategy, module=lambda: Asks("gpt")).device["parameters"] == _own(strategy).device["parameters"]
+
+
 def test_ranks_per_node_say_what_crosses_nodes() -> None:
     strategy = ZeroStrategy(stage=1, tensor_parallel=GIVEN)
     across = {node: _own(strategy, ranks_per_node=node) for node in (2, 4)}

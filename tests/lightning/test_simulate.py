@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from lightning_zero import MachineRates, Offload, Pipeline, Simulation, ZeroStrategy, estimate_memory, simulate_step
-from tests.lightning.test_estimate import BATCH, DEEPSPEED, WIDTH, Configured, Program, WithoutOptimizer
+from tests.lightning.test_estimate import BATCH, DEEPSPEED, WIDTH, Asks, Configured, Program, Ready, WithoutOptimizer
 
 WEIGHTS = 3 * (WIDTH + 1) * WIDTH * 4  # bytes
 
@@ -67,6 +67,24 @@ def test_one_rank_sends_nothing() -> None:
 @pytest.mark.parametrize("make", [Configured, lambda: Configured()])
 def test_modules_are_made_as_in_a_fit(make: Any) -> None:
     assert _simulate(make).peak_bytes == _simulate().peak_bytes
+
+
+@pytest.mark.parametrize("name", ["max_steps", "estimated_stepping_batches", "num_training_batches"])
+def test_hooks_may_ask_how_many_steps_there_are(name: str) -> None:
+    """They got the numbers of the three steps, which schedules refuse."""
+    found: list[Any] = []
+
+    class Told(Asks):
+        def configure_optimizers(self) -> Any:
+            found.append((type(self.trainer).__name__, self.trainer.world_size, getattr(self.trainer, self.name)))
+            return super().configure_optimizers()
+
+        def on_train_start(self) -> None:
+            found.append((type(self.trainer), self.trainer.max_steps))
+
+    assert _simulate(lambda: Told(name)).device["parameters"] == _simulate().device["parameters"]
+    assert found == [("Trainer", 4, 1000), (pl.Trainer, -1)]
+    assert _simulate(lambda: Ready(name)).device["parameters"] > _simulate().device["parameters"]
 
 
 def test_a_module_on_the_meta_device() -> None:
