@@ -26,6 +26,7 @@ _HINTS = {
     "lr": ("lr", "learning_rate"),
     "warmup_num_steps": ("warmup_num_steps", "warmup_steps", "num_warmup_steps"),
 }
+_FEWEST = 2  # steps of a warm-up, whatever is said
 _CYCLED = "`cycle_momentum='deepspeed'`: `betas` are cycled, with 0.99 as the second one; other momentum stays as it is"
 
 Note = tuple[str, str]
@@ -73,7 +74,7 @@ class MadeOf:
         """
         if self.cls is None:
             raise ValueError(f"{self.missing} Make it in `configure_optimizers`, which is used instead.")
-        args = {name: self._filled(name, value, hint) for name, value in self.args.items()}
+        args = {name: _whole(name, self._filled(name, value, hint)) for name, value in self.args.items()}
         return self.cls(first, **args)
 
     def _filled(self, name: str, value: Any, hint: Callable[[str], Any]) -> Any:
@@ -162,11 +163,14 @@ def schedule_of(kind: Any, params: Mapping[str, Any], *, highest: float | None) 
     if name not in _SCHEDULES:
         return _of_class("scheduler", cls, params, auto={})
     defaults = {one: value for one, value in _defaults(cls, highest).items() if one not in params}
-    params = {one: _whole(one, value) for one, value in {**params, **defaults}.items()}
+    given = {**params, **defaults}
+    params = {one: _whole(one, value) for one, value in given.items()}
     notes: dict[str, Note] = {}
     if params.get("warmup_type", "log") not in ("log", "linear"):
         notes["warmup_type"] = ("translated", "`warmup_type='log'`, as in DeepSpeed, for a word that is not known")
         params["warmup_type"] = "log"
+    if params.get("warmup_num_steps") != given.get("warmup_num_steps"):
+        notes["warmup_num_steps"] = ("translated", f"`warmup_num_steps={_FEWEST}`, the fewest of DeepSpeed")
     if params.get("cycle_momentum") is True:
         notes["cycle_momentum"] = ("translated", _CYCLED)
         params["cycle_momentum"] = "deepspeed"
@@ -211,9 +215,11 @@ def _filled_from(name: str) -> str:
 
 
 def _whole(name: str, value: Any) -> Any:
-    """Return a number of steps as an integer; JSON may say ``1e3``."""
+    """Return a number of steps as an integer (JSON may say ``1e3``), and that of a warm-up as DeepSpeed takes it."""
     is_count = name.endswith(("_steps", "_size", "_count"))
-    return int(value) if is_count and isinstance(value, float) and value.is_integer() else value
+    if is_count and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return _FEWEST if name == "warmup_num_steps" and isinstance(value, int) and value < 1 else value
 
 
 def _name(kind: Any, section: str) -> str:

@@ -99,6 +99,19 @@ def test_auto_is_a_number_of_the_module() -> None:
         made.make(params(), nothing)
 
 
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize("given", [0, 0.0, "auto"])
+def test_a_warm_up_of_no_steps_has_the_curve_of_deepspeed(kind: str, given: Any) -> None:
+    """It was refused, and is the default of the module's `warmup_steps` in Hugging Face's arguments."""
+    rest = {} if kind == "WarmupLR" else {"total_num_steps": 10}
+    made = schedule_of(kind, {"warmup_num_steps": given, **rest}, highest=None)
+    schedule = made.make(torch.optim.AdamW(params(), lr=0.1), {"warmup_steps": 0}.get)
+    assert schedule.warmup_num_steps == 2
+    if given != "auto":
+        assert made.notes["warmup_num_steps"] == ("translated", "`warmup_num_steps=2`, the fewest of DeepSpeed")
+        assert made.args["warmup_num_steps"] == 2  # also in YAML
+
+
 def test_schedules_of_a_configuration() -> None:
     optimizer = torch.optim.AdamW(params(), lr=0.1)
     made = schedule_of("WarmupDecayLR", {"total_num_steps": "auto", "warmup_num_steps": 1e1}, highest=None)
