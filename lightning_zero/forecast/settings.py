@@ -45,14 +45,16 @@ class Setting:
         return options
 
     @property
-    def cost(self) -> tuple[int, float, int]:
+    def cost(self) -> tuple[int, float, bool, int]:
         """Work that a setting adds: recomputation, steps on the CPU and disks, each more than the last; messages.
 
-        Of two that offload, the one adds less that offloads a smaller fraction: "auto" as little as fits.
+        Of two that offload, the one adds less that offloads a smaller fraction: "auto" as little as fits; or keeps the
+        parameters on the device.
         """
         offloads = 0 if self.offload is None else 2 if not self.offload.uses_disks else 4
         fraction = 0 if self.offload is None or self.offload.fraction == "auto" else self.offload.fraction
-        return offloads + (self.activation_checkpointing is not None), fraction, self.sharding.stage
+        moves_params = self.offload is not None and self.offload.params is not None
+        return offloads + (self.activation_checkpointing is not None), fraction, moves_params, self.sharding.stage
 
     def __str__(self) -> str:
         """Return the options in words."""
@@ -174,8 +176,9 @@ class MemoryForecast:
         """Return the fastest setting whose peak fits; None if none does.
 
         Settings are not timed. Of two that fit, the one comes first that computes nothing again and offloads nothing;
-        recomputation comes before offloading, host memory before disks, a smaller fraction before a larger one, a
-        lower stage before a higher one, and the strategy's own setting before another that is equal so far.
+        recomputation comes before offloading, host memory before disks, a smaller fraction before a larger one,
+        parameters on the device before offloaded ones, a lower stage before a higher one, and the strategy's own
+        setting before another that is equal so far.
 
         Args:
             memory: Bytes of the device.

@@ -71,6 +71,15 @@ def test_the_own_setting_comes_before_one_that_needs_less_memory_and_is_not_fast
     assert found is rows[1]
 
 
+def test_an_offload_of_parameters_comes_after_one_without() -> None:
+    """The own setting was named, which moves more."""
+    own = Setting(sharding=Sharding.of(3), offload=Offload(optimizer="cpu", params="cpu"))
+    rows = [made(setting(3, offload=True), 60), made(own, 40, is_own=True)]
+    found = MemoryForecast(world_size=8, precision="bf16-mixed", settings=rows)
+    assert found.fastest(60) is rows[0]
+    assert found.fastest(59) is rows[1]
+
+
 def test_yaml_makes_the_strategy() -> None:
     rows = forecast()
     content = yaml.safe_load(rows.yaml(rows.settings[-1]))
