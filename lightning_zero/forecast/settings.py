@@ -155,7 +155,7 @@ class MemoryForecast:
         settings: The forecasts.
         base: Options of the strategy that all settings have, ``state_dict_type`` always.
         trainer: Arguments of the Trainer that a strategy of ``from_deepspeed`` sets.
-        left_out: The parts of its configuration that ``yaml`` does not have, in words.
+        left_out: The parts of its run that ``yaml`` does not have, in words, each with a remedy.
         notes: Sentences about the module and the assumptions.
     """
 
@@ -196,7 +196,7 @@ class MemoryForecast:
         }
         content = {"trainer": {"precision": self.precision, **self.trainer, "strategy": strategy}}
         text: str = yaml.safe_dump(content, sort_keys=False, default_flow_style=False)
-        head = [f"# Without {one}: `python -m lightning_zero convert-config` writes it.\n" for one in self.left_out]
+        head = [f"# Without {one}.\n" for one in self.left_out]
         return "".join([*head, text])
 
     def as_dict(self) -> dict[str, Any]:

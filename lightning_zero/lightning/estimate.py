@@ -131,7 +131,8 @@ def estimate_memory(
         settings = _settings(strategy, model, world_size=world_size, side_by_side=side_by_side)
         is_fitted = strategy.pipeline is not None or _has_axes(strategy)
         made = model.take_notes() if is_fitted or imported is not None else None
-        trainer, left_out = _trainer(imported, accumulate_grad_batches, made), _left_out(imported, made, optimizer)
+        trainer = _trainer(imported, accumulate_grad_batches, module=made, clips=clips)
+        left_out = _left_out(imported, made, optimizer=optimizer, clips=clips)
         del made
     forecast = partial(
         MemoryForecast,
@@ -310,34 +311,49 @@ def _loss_scale(imported: ImportedConfig | None, plugin: ZeroStep) -> dict[str, 
     return {"loss_scale": plain(scale)} if scale not in (None, LossScale()) else {}
 
 
-def _trainer(imported: ImportedConfig | None, accumulate_grad_batches: int, module: nn.Module | None) -> dict[str, Any]:
+def _trainer(
+    imported: ImportedConfig | None, accumulate_grad_batches: int, *, module: nn.Module | None, clips: bool
+) -> dict[str, Any]:
     """Return the arguments of the Trainer that a configuration of DeepSpeed sets, besides the precision."""
     if imported is None:
         return {}
-    clipping = {"gradient_clip_val": imported.plan.clipping} if _is_clipped(imported, module) else {}
+    is_set = _is_clipped(imported, module) and not _leaves_clipping(imported, clips=clips)
+    clipping = {"gradient_clip_val": imported.plan.clipping} if is_set else {}
     accumulation = {"accumulate_grad_batches": accumulate_grad_batches} if accumulate_grad_batches > 1 else {}
     return {**clipping, **accumulation}
 
 
 def _is_clipped(imported: ImportedConfig | None, module: nn.Module | None) -> bool:
     """Say whether a configuration of DeepSpeed clips; with manual optimization the program does, or does not."""
-    is_automatic = not isinstance(module, pl.LightningModule) or module.automatic_optimization
-    return imported is not None and bool(imported.plan.clipping) and is_automatic
+    return imported is not None and bool(imported.plan.clipping) and _is_automatic(module)
 
 
-def _left_out(imported: ImportedConfig | None, module: nn.Module | None, optimizer: Optimizers | None) -> list[str]:
-    """Return the sections of a configuration of DeepSpeed that the run uses, and YAML of the strategy does not have."""
+def _is_automatic(module: nn.Module | None) -> bool:
+    return not isinstance(module, pl.LightningModule) or module.automatic_optimization
+
+
+def _leaves_clipping(imported: ImportedConfig, *, clips: bool) -> bool:
+    """Say whether a Trainer that clips does so by its own number: the configuration says none, or a default."""
+    return clips and (imported.plan.clipping is None or imported.plan.clipping_is_default)
+
+
+def _left_out(
+    imported: ImportedConfig | None, module: nn.Module | None, *, optimizer: Optimizers | None, clips: bool
+) -> list[str]:
+    """Return the parts of a run with a configuration of DeepSpeed that YAML of the strategy does not have."""
     if imported is None:
         return []
     has_own = optimizer is not None or (
         isinstance(module, pl.LightningModule) and is_overridden("configure_optimizers", module)
     )
-    found = []
+    found, remedy = [], ": `python -m lightning_zero convert-config` writes it"
     if imported.plan.optimizer is not None and not has_own:
-        found.append("the section `optimizer` of DeepSpeed's configuration")
+        found.append(f"the section `optimizer` of DeepSpeed's configuration{remedy}")
     if imported.plan.schedule is not None:
         condition = ", used if `configure_optimizers` returns no schedule" if has_own else ""
-        found.append(f"the section `scheduler` of DeepSpeed's configuration{condition}")
+        found.append(f"the section `scheduler` of DeepSpeed's configuration{condition}{remedy}")
+    if _leaves_clipping(imported, clips=clips) and _is_automatic(module):
+        found.append("the Trainer's `gradient_clip_val`: add it, as in the run")
     return found
 
 

@@ -270,6 +270,28 @@ def test_the_yaml_of_a_configuration_of_deepspeed_has_its_arguments_of_the_train
     assert plain.yaml(plain.own).startswith("trainer:\n  precision: 32-true\n  strategy:")
 
 
+@pytest.mark.parametrize(
+    ("said", "version", "clips", "expected"),
+    [
+        ({}, "0.19.6", True, None),
+        ({}, "0.19.6", False, 1.0),
+        ({"gradient_clipping": 0.5}, "0.19.6", True, 0.5),
+        ({"gradient_clipping": "auto"}, "0.19.6", True, None),
+        ({}, None, True, None),
+    ],
+)
+def test_the_yaml_leaves_clipping_to_a_trainer_whose_number_counts(
+    said: Any, version: Any, clips: bool, expected: float | None
+) -> None:
+    """It had DeepSpeed's default, to which the Trainer's number does not yield."""
+    strategy = ZeroStrategy.from_deepspeed({"zero_optimization": {"stage": 1}, **said}, deepspeed_version=version)
+    found = estimate_memory(Program(), strategy, world_size=1, batch=BATCH, side_by_side=False, clips=clips)
+    text = found.yaml(found.own)
+    assert yaml.safe_load(text)["trainer"].get("gradient_clip_val") == expected
+    is_named = "# Without the Trainer's `gradient_clip_val`: add it, as in the run.\n" in text
+    assert is_named == (expected is None)
+
+
 def test_sections_of_deepspeed_that_the_run_does_not_use_are_not_named() -> None:
     """Users were sent to an optimizer that the run leaves out."""
     config = {**DEEPSPEED, "scheduler": {"type": "WarmupLR", "params": {}}}
@@ -278,9 +300,10 @@ def test_sections_of_deepspeed_that_the_run_does_not_use_are_not_named() -> None
     def left_out(module: Any, **options: Any) -> Any:
         return estimate_memory(module, strategy, world_size=2, batch=BATCH, side_by_side=False, **options).left_out
 
+    remedy = ": `python -m lightning_zero convert-config` writes it"
     both = [f"the section `{name}` of DeepSpeed's configuration" for name in ("optimizer", "scheduler")]
-    assert left_out(WithoutOptimizer()) == both
-    condition = f"{both[1]}, used if `configure_optimizers` returns no schedule"
+    assert left_out(WithoutOptimizer()) == [one + remedy for one in both]
+    condition = f"{both[1]}, used if `configure_optimizers` returns no schedule{remedy}"
     assert left_out(Program) == [condition]
     assert left_out(WithoutOptimizer(), optimizer=torch.optim.SGD) == [condition]
 
