@@ -31,6 +31,7 @@ from lightning_zero.lightning.forecast_options import (
     BUILDING_HOOKS,
     Optimizers,
     accumulation_of,
+    check_memory,
     new_module,
     new_precision,
     on_cpu,
@@ -109,6 +110,7 @@ def estimate_memory(
     """
     strategy = strategy or ZeroStrategy()
     refuse_unforecast(strategy, world_size=world_size, accelerator=accelerator)
+    check_memory("memory", memory)
     if accelerator == "cpu":
         refuse_without_budget(strategy.activation_checkpointing, torch.device("cpu"))
     name = precision_of(precision, strategy, accelerator)

@@ -29,6 +29,7 @@ __all__ = [
     "BUILDING_HOOKS",
     "Optimizers",
     "accumulation_of",
+    "check_memory",
     "new_module",
     "new_precision",
     "on_cpu",
@@ -84,20 +85,33 @@ def accumulation_of(given: int, strategy: ZeroStrategy, world_size: int) -> int:
     """Return the number of micro-batches of a step: those of a configuration of DeepSpeed, if it says it.
 
     Raises:
-        ValueError: Another number is given.
+        ValueError: Another number is given, or the batch of the configuration cannot be divided.
     """
     ranks = 1 if strategy.pipeline is None else strategy.pipeline.stages
     ranks *= 1 if strategy.tensor_parallel is None else strategy.tensor_parallel.size
     copies = max(world_size // ranks, 1)  # of the model, each with a slice of the batch
-    wanted = None if strategy.imported is None else strategy.imported.plan.batch.accumulation_on(copies)
-    if wanted is None or wanted == given:
+    if strategy.imported is None:
         return given
-    if given != 1:
+    batch = strategy.imported.plan.batch
+    wanted = batch.accumulation_on(copies)
+    if wanted not in (None, given) and given != 1:
         raise ValueError(
             f"The configuration of DeepSpeed accumulates {wanted} batches, and `accumulate_grad_batches={given}`"
             f' differs. Leave it out, or say "auto" for `gradient_accumulation_steps` and `train_batch_size`.'
         )
-    return wanted
+    found = given if wanted is None else wanted
+    batch.micro_on(copies, found)  # as in the run, which compares its loader
+    return found
+
+
+def check_memory(option: str, nbytes: int | None) -> None:
+    """Refuse a memory of a device that is no number of bytes.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1):
+        raise ValueError(f"`{option}={nbytes!r}` must be a number of bytes above 0, such as 24 * 2**30.")
 
 
 def refuse_unforecast(

@@ -40,6 +40,7 @@ from lightning_zero.lightning.forecast_options import (
     BUILDING_HOOKS,
     Optimizers,
     accumulation_of,
+    check_memory,
     new_module,
     new_precision,
     on_cpu,
@@ -108,7 +109,9 @@ def simulate_step(
         ValueError: An option is one that is not simulated, or there is no batch or optimizer; the error names it.
         RuntimeError: There is a process group in this process.
     """
-    _check_memory(device_memory, accelerator)
+    check_memory("device_memory", device_memory)
+    if device_memory is not None and accelerator == "cpu":
+        raise ValueError(f"`device_memory={device_memory}` is that of a GPU. With `accelerator='cpu'` leave it out.")
     found = simulate_copy(
         module,
         strategy,
@@ -294,15 +297,6 @@ def _check(rank: int, world_size: int, accumulate_grad_batches: int, rates: Mach
         raise ValueError(f"`accumulate_grad_batches={count!r}` must be a number of 1 or more.")
     if rates is not None and not isinstance(rates, MachineRates):
         raise ValueError(f"`rates={rates!r}` must be `MachineRates(...)` or None.")
-
-
-def _check_memory(nbytes: int | None, accelerator: str) -> None:
-    if nbytes is None:
-        return
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-        raise ValueError(f"`device_memory={nbytes!r}` must be a number of bytes above 0, such as 24 * 2**30.")
-    if accelerator == "cpu":
-        raise ValueError(f"`device_memory={nbytes}` is that of a GPU. With `accelerator='cpu'` leave it out.")
 
 
 def _node(world_size: int, given: int | None) -> int:

@@ -57,6 +57,16 @@ def test_accumulation_follows_from_the_copies_of_the_model(option: dict[str, Any
     assert accumulation_of(1, ZeroStrategy.from_deepspeed(config, **option), 4) == expected
 
 
+def test_a_batch_of_deepspeed_that_no_run_can_divide_is_refused() -> None:
+    """The forecast took it, and the run refused it after its set-up."""
+    strategy = ZeroStrategy.from_deepspeed({"train_batch_size": 10})
+    assert accumulation_of(1, strategy, 2) == 1
+    for given, ranks in ((1, 4), (2, 2)):
+        message = rf"`train_batch_size=10` cannot be divided by `accumulate_grad_batches={given}` times {ranks} rank"
+        with pytest.raises(ValueError, match=message):
+            accumulation_of(given, strategy, ranks)
+
+
 def test_the_free_memory_of_a_host_is_not_guessed() -> None:
     strategy = ZeroStrategy(offload=Offload(fraction="auto"))
     refuse_unforecast(strategy, world_size=2, accelerator="gpu")
