@@ -18,6 +18,7 @@ from lightning_zero.engine.access.arguments import Gatherable, described, parame
 from lightning_zero.engine.access.gathered import Write
 from lightning_zero.engine.access.records import ParameterRecord
 from lightning_zero.engine.access.statistics import EngineStats
+from lightning_zero.engine.buffers.buffer import with_digits
 from lightning_zero.engine.buffers.parameter import restore_class
 from lightning_zero.engine.buffers.window import compare_assigned
 from lightning_zero.engine.engine_state import EngineState
@@ -25,7 +26,7 @@ from lightning_zero.engine.internals import Internals
 from lightning_zero.engine.optim.whole_gradients import WholeGradients
 from lightning_zero.engine.runtime.call_stack import apart_from_program
 from lightning_zero.engine.sharded_module import EngineOptions
-from lightning_zero.engine.unit_owner import UnitOwner
+from lightning_zero.engine.unit_owner import UnitOwner, refuse_held
 from lightning_zero.engine.units.deferred_init import deferred_values, forget_deferred
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.foreign_options import FOREIGN_TO_ENGINE
@@ -152,13 +153,14 @@ class ZeroEngine:
         Raises:
             ValueError: A name in ``units`` matches nothing; parameters on several devices and no ``device``; one that
                 cannot be sharded, or shares memory with another; the ranks have different models or options.
-            RuntimeError: The engine holds another module, or another engine this one.
+            RuntimeError: The engine holds another module, or another engine this one, or values of its parameters.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"`engine.shard` takes a module, not {described(module)}. Pass the model itself.")
         if self.module is module:
             return module
         self._state.refuse_module(module)
+        refuse_held(module, self._state)
         if _ENGINES:
             gc.collect()  # one that was dropped is in reference cycles, and holds memory, files and threads until then
         unlock_freed()
@@ -225,8 +227,7 @@ class ZeroEngine:
         own = {param: dtypes.get(name) or self._original_dtype(param) for param, name in names.items()}
         values = {param: self._part_here(param).to(dtype) for param, dtype in own.items()}
         for param, given in converted.items():
-            is_as_shown = given == given.to(shown[param]).to(given.dtype)
-            values[param] = torch.where(is_as_shown, values[param].to(given.device), given)
+            values[param] = with_digits(given, values[param], shown[param])
         self._close()
         aliases = [one for buffer in self._state.buffers for one in buffer.aliases.values()]
         for one in aliases:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.buffers.parameter import owner_of
 from lightning_zero.engine.engine_state import EngineState
-from lightning_zero.engine.unit_owner import UnitOwner
+from lightning_zero.engine.unit_owner import refuse_held
 from lightning_zero.engine.units.shardable import refuse_graphs
 from lightning_zero.engine.units.unit import Unit
 
@@ -113,25 +112,12 @@ class FitControl:
         return self._state.world_communicator.any_is(bool(self.converted()), "dtypes of parameters between two runs")
 
     def refuse_held(self) -> None:
-        """Refuse parameters whose values another engine holds and does not show. Collective: all ranks.
+        """Refuse parameters whose values another engine holds and does not show. No collective.
 
         Raises:
             RuntimeError: It shows them rounded, older or not at all.
         """
-        module = self._state.require_module()
-        names = [
-            self._state.param_index.name(param)
-            for buffer in self._state.buffers
-            for param in buffer.params
-            if isinstance(owner := owner_of(param), UnitOwner) and not owner.is_of(self._state) and owner.hides(param)
-        ]
-        if self._state.world_communicator.any_is(bool(names), "agreement on engines of parameters between two runs"):
-            found = f"Parameter `{names[0]}`" if names else "A parameter"
-            raise RuntimeError(
-                f"{found} of `{type(module).__name__}` has values that the engine of another run holds: one of a module"
-                " around this one, or of a part of it, at stage 3 or ended by an error. Call `unshard()` of that engine"
-                " (`trainer.strategy.engine`) before, on every rank."
-            )
+        refuse_held(self._state.require_module(), self._state)
 
     def converted_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes of ``converted`` parameters of all parts by name. Collective: all ranks."""

@@ -15,6 +15,7 @@ from lightning_zero.engine.buffers.parameter import (
     ReleasedParameter,
     has_class,
     is_called_by,
+    owner_of,
     raw_grad,
     running_call_of,
 )
@@ -23,7 +24,7 @@ from lightning_zero.engine.engine_state import EngineState
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.errors import PipelineError
 
-__all__ = ["UnitOwner"]
+__all__ = ["UnitOwner", "refuse_held"]
 
 _ZERO_GRADS = (nn.Module.zero_grad, inspect.unwrap(Optimizer.zero_grad))
 
@@ -56,11 +57,10 @@ class UnitOwner:
         """Say whether the parameter shows other values than its engine steps: rounded ones, older ones or none."""
         if any(has_class(param, cls) for cls in (ReleasedParameter, PendingParameter, LoweredParameter)):
             return True
+        if self._state.module is None:
+            return False  # `close` leaves what it shows
         buffer = self._state.param_index.of(param)[0]
-        if buffer.original is None:
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            return bool(param.untyped_storage()._cdata == buffer.whole.flat.untyped_storage()._cdata)
+        return buffer.original is not None and buffer.original.flat is None
 
     # -- Values ----------------------------------------------------------------------------------------------------
 
@@ -148,6 +148,28 @@ class UnitOwner:
         if self._state.module is not None:  # else the engine is closed
             self._state.recover()
             self._state.attached.refuse_step(param, self._state.param_index.of(param), optimizer)
+
+
+def refuse_held(module: nn.Module, state: EngineState) -> None:
+    """Refuse a module with parameters whose values another engine holds and does not show. No collective.
+
+    Args:
+        module: The module.
+        state: Of the engine that wants its values.
+
+    Raises:
+        RuntimeError: The other engine shows them rounded, older or not at all.
+    """
+    for name, param in module.named_parameters():
+        owner = owner_of(param)
+        if isinstance(owner, UnitOwner) and not owner.is_of(state) and owner.hides(param):
+            raise RuntimeError(
+                f"Parameter `{name}` of `{type(module).__name__}` has values that the engine of another run holds: one"
+                " of a module around this one, or of a part of it, at stage 3, or in mixed precision without an end"
+                " at which it shows its masters (an error, no step, no room on the GPU). Call `unshard()` of that"
+                " engine (`trainer.strategy.engine`) before, on every rank; if it is closed, load a checkpoint into a"
+                " new module."
+            )
 
 
 def _refuse_in_backward(buffer: FlatBuffer, index: int) -> None:

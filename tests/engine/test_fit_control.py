@@ -44,7 +44,12 @@ def _end_by_an_error(engine: ZeroEngine) -> None:
 CONVERSIONS = {"float": (nn.Module.float, torch.float32), "double": (nn.Module.double, torch.float64)}
 
 
-def _converted_behind_an_error(rank: int, world: int, stage: int, name: str) -> None:
+def _digits(number: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return values that no 16 bits hold."""
+    return torch.linspace(1 / 3, 1 / 7, number, dtype=dtype)
+
+
+def _converted_behind_an_error(rank: int, world: int, stage: int, name: str, touch: str) -> None:
     convert, dtype = CONVERSIONS[name]
     module = TinyGPT()
     engine = _trained(module, stage, rank, precision=_BF16)
@@ -52,17 +57,49 @@ def _converted_behind_an_error(rank: int, world: int, stage: int, name: str) -> 
     _end_by_an_error(engine)
     assert module.head.weight.dtype == (torch.float32 if stage == 0 else torch.bfloat16)
     convert(module)
+    if touch == "loaded":
+        module.head.weight.data.view(-1).copy_(_digits(module.head.weight.numel(), dtype))
+        masters[-1] = module.head.weight.detach().clone()
+    elif touch == "gathered":
+        with engine.gathered(module):
+            for param, master in zip(module.parameters(), masters, strict=True):
+                assert param.dtype == dtype
+                assert torch.equal(param, master.to(dtype))
+    elif touch == "shown":
+        engine.show_masters()
+    engine.internals.fits.make_equal()
     engine.unshard()
     for param, master in zip(module.parameters(), masters, strict=True):
         assert param.dtype == dtype
         assert torch.equal(param, master.to(dtype))
 
 
+@pytest.mark.parametrize("touch", ["nothing", "loaded", "gathered", "shown"])
 @pytest.mark.parametrize("name", CONVERSIONS)
 @shared
-def test_a_module_that_shows_rounded_values_is_converted_with_those_of_the_masters(stage: int, name: str) -> None:
+def test_a_module_that_shows_rounded_values_is_converted_with_those_of_the_masters(
+    stage: int, name: str, touch: str
+) -> None:
     """The masters got the rounded values: a run that had ended by an error lost 16 bits of every parameter."""
-    worlds.run(_converted_behind_an_error, 2, stage, name)
+    worlds.run(_converted_behind_an_error, 2, stage, name, touch)
+
+
+def _complex(rank: int, world: int, stage: int) -> None:
+    module = nn.ParameterList([nn.Parameter(torch.arange(6.0).to(torch.complex64) * (1 + 2j))])
+    engine = ZeroEngine(stage)
+    engine.shard(module)
+    engine.show_masters()
+    engine.internals.fits.pause()
+    module.to(torch.complex128)
+    with engine.gathered(module):
+        assert module[0].dtype == torch.complex128
+    engine.unshard()
+    assert torch.equal(module[0], torch.arange(6.0).to(torch.complex128) * (1 + 2j))
+
+
+@shared
+def test_complex_parameters_are_converted_between_two_runs(stage: int) -> None:
+    worlds.run(_complex, 2, stage)
 
 
 def _read(engine: ZeroEngine, module: nn.Module) -> None:
@@ -138,8 +175,11 @@ def _of_another(rank: int, world: int, stages: tuple[int, int], is_part_first: b
     other.shard(second)
     other.internals.fits.pause()  # as behind an error
     values = _masters(other, second)
-    for use in (kept.unshard, kept.internals.fits.refuse_held):
-        with pytest.raises(RuntimeError, match=r"Parameter `.*` of `.*` has values that the engine of another run"):
+    if stages[1] < 3:  # as a move to another device does
+        second._apply(torch.clone)
+    fresh = ZeroEngine(stages[0])
+    for use in (kept.unshard, kept.internals.fits.refuse_held, lambda: fresh.shard(nn.Sequential(first))):
+        with pytest.raises(RuntimeError, match="has values that the engine of another run|is sharded by another"):
             use()
     other.unshard()
     kept.internals.fits.refuse_held()

@@ -60,7 +60,7 @@ from lightning_zero.storage.references import num_tensors_in
 from lightning_zero.storage.residence import ordinary
 from lightning_zero.storage.store import DeviceStore, ShardStore
 
-__all__ = ["FlatBuffer"]
+__all__ = ["FlatBuffer", "with_digits"]
 
 
 class FlatBuffer:
@@ -304,6 +304,7 @@ class FlatBuffer:
         """Show whole parameters in their own dtype, if they compute in another. Collective at stages 1 to 3."""
         if self.original is None or self.original.flat is not None:
             return
+        given, lowered = self._kept_dtypes(), self.shown.dtype
         self.refresh_master()
         try:
             self.original.gather().wait()
@@ -311,6 +312,8 @@ class FlatBuffer:
             self.original.drop()  # the gathered values are not the masters'
             raise
         self.bind()
+        for index, values in given.items():
+            self.params[index].data = with_digits(values, self._shown_views[index], lowered)
 
     def hide_original(self) -> None:
         """Show whole parameters in the compute dtype again, with writes to them taken over. No collective."""
@@ -319,10 +322,13 @@ class FlatBuffer:
         self.collect_writes()
         if self.sharding.params and not self.whole.has_memory:
             return  # it was gathered for a forward in this dtype
+        given = self._kept_dtypes()
         self.original.restore_computed()
         changed = self.original.changed
         self.original.drop()
         self.bind()
+        for index, values in given.items():
+            self.params[index].data = values
         for index in changed - self.entered:  # the graph of a forward before lies in the memory of other values
             self.mark_stepped(index)
 
@@ -438,8 +444,15 @@ class FlatBuffer:
     def _is_converted(self, index: int) -> bool:
         """Say whether the program has given a whole parameter a dtype that the engine does not give it."""
         param, view = self.params[index], self._shown_views[index]
-        is_cast = param.dtype.is_floating_point and view.dtype.is_floating_point
-        return is_cast and param.dtype not in (view.dtype, self.kind.original) and param.shape == view.shape
+        is_cast = param.dtype != view.dtype and param.is_complex() == view.is_complex()
+        return is_cast and (param.is_floating_point() or param.is_complex()) and param.shape == view.shape
+
+    def _kept_dtypes(self) -> dict[int, torch.Tensor]:
+        """Return the values of whole parameters that keep a dtype of the program's, by slot."""
+        if not self._is_between_runs:
+            return {}
+        converted = self.converted()
+        return {index: converted[param] for index, param in enumerate(self.params) if param in converted}
 
     def _keeps_dtype(self, index: int) -> bool:
         """Say whether a parameter keeps the dtype that the program has given it, for the next run."""
@@ -450,7 +463,8 @@ class FlatBuffer:
         if not self._keeps_dtype(index):
             return True
         view = self._shown_views[index]
-        return not torch.allclose(self.params[index].detach().to(view), view, rtol=0, atol=0, equal_nan=True)
+        values = self.params[index].detach().to(view)
+        return not bool(((values == view) | (values.isnan() & view.isnan())).all())
 
     def _addresses(self) -> list[int]:
         base, size = self.shown.data_ptr(), self.shown.element_size()
@@ -712,6 +726,17 @@ class FlatBuffer:
                 " `optimizer.step()`: behind its last gradient in the same backward, or in another forward. Use"
                 " `step='auto'`, or in the first case a precision with masters."
             )
+
+
+def with_digits(given: torch.Tensor, masters: torch.Tensor, shown: torch.dtype) -> torch.Tensor:
+    """Return values that the program has converted, with the digits of the masters where they are as converted.
+
+    Args:
+        given: The program's, in its dtype.
+        masters: Those that are stepped, with the program's writes.
+        shown: The dtype from which it has converted them.
+    """
+    return torch.where(given == given.to(shown).to(given.dtype), masters.to(given), given)
 
 
 def _apart_from(flat: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

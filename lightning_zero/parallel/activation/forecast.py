@@ -38,6 +38,7 @@ __all__ = ["Forecast", "KeptBytes", "Settled", "free_at_peak"]
 Settled = Literal["none", "selective", "full", "offload"]
 _ORDER: tuple[Settled, ...] = get_args(Settled)  # from the cheapest in time to the cheapest in memory
 _STEPS = 2  # of each optimizer: the first one makes its states, so the second one has all that a step needs
+_LAST = 20  # steps of an optimizer, behind which no other one is waited for
 _USABLE = 0.9  # of free memory; the rest is for holes between allocations
 _UNKNOWN = -1  # no call was counted yet
 
@@ -103,7 +104,7 @@ class Forecast:
         self._most_waiting = max(self._most_waiting, calls)
 
     def settle(self, largest: Callable[[int], int], *, stepped: int = 0, num_optimizers: int = 1) -> str | None:
-        """Choose a policy if every optimizer has made enough steps; return a line that names it, once.
+        """Choose a policy if every optimizer has made enough steps, or one many; return a line that names it, once.
 
         Collective: all ranks, after every step of an optimizer until the policy is settled.
 
@@ -114,8 +115,8 @@ class Forecast:
         """
         self.note_peak()
         self._num_steps[stepped] += 1
-        fewest = min(self._num_steps[number] for number in range(num_optimizers))
-        if self.policy is not None or fewest < _STEPS:
+        late = [number for number in range(num_optimizers) if self._num_steps[number] < _STEPS]
+        if self.policy is not None or (late and self._num_steps[stepped] < _LAST):
             return None
         budget = self._free_bytes() if self._budget_bytes is None else self._budget_bytes
         needed = self.needed()
@@ -128,6 +129,7 @@ class Forecast:
         return (
             f"activation checkpointing: 'auto' is {self.policy!r}. {self._most_waiting} calls would keep, in MiB:"
             f" {sizes}; {budget / 2**20:.1f} may be kept on this rank."
+            + (f" Without the states of optimizer(s) {late}, which have not stepped twice." if late else "")
         )
 
     def needed(self) -> tuple[int, ...]:

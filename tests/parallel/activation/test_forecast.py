@@ -176,6 +176,14 @@ def test_every_optimizer_makes_two_steps_before_the_choice() -> None:
     assert module.policies == [None] * 5 + ["none"]
 
 
+def test_an_optimizer_that_does_not_step_is_waited_for_20_steps() -> None:
+    forecast = Forecast(10**9, bool)
+    forecast.trace(nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(2))
+    lines = [forecast.settle(int, stepped=0, num_optimizers=2) for _ in range(20)]
+    assert lines[:-1] == [None] * 19
+    assert "Without the states of optimizer(s) [1], which have not stepped twice" in str(lines[-1])
+
+
 class Overflows(Net):
     """Has infinite gradients in its first two batches."""
 
