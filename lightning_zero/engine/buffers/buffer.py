@@ -32,6 +32,7 @@ from lightning_zero.engine.buffers.group import BufferGroup, NodeLevels
 from lightning_zero.engine.buffers.home import Home, HomeMaker
 from lightning_zero.engine.buffers.labels import label
 from lightning_zero.engine.buffers.original import Original, RoundedWrites
+from lightning_zero.engine.buffers.own_range import same_values
 from lightning_zero.engine.buffers.parameter import (
     LoweredParameter,
     PendingParameter,
@@ -464,7 +465,7 @@ class FlatBuffer:
             return True
         view = self._shown_views[index]
         values = self.params[index].detach().to(view)
-        return not bool(((values == view) | (values.isnan() & view.isnan())).all())
+        return not bool(same_values(values, view).all())
 
     def _addresses(self) -> list[int]:
         base, size = self.shown.data_ptr(), self.shown.element_size()

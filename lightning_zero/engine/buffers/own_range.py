@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero.layout import FlatLayout
 
-__all__ = ["OwnRange", "merge_written"]
+__all__ = ["OwnRange", "merge_written", "same_values"]
 
 
 class OwnRange:
@@ -67,6 +67,11 @@ class OwnRange:
             yield max(start - self.start, 0), max(min(stop, self.stop) - self.start, 0)
 
 
+def same_values(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors have the same values, as bool; NaN in both is the same: it is no write."""
+    return (one == other) | ((one != one) & (other != other))
+
+
 def merge_written(master: torch.Tensor, values: torch.Tensor, own: OwnRange, but_for: Iterable[int]) -> torch.Tensor:
     """Take over values that are not the rounded master's. Where they are on a device, the host does not wait for it.
 
@@ -82,7 +87,7 @@ def merge_written(master: torch.Tensor, values: torch.Tensor, own: OwnRange, but
     rounded = master.to(values.dtype)
     if master.device.type == "cpu" and torch.equal(rounded, values):
         return torch.zeros((), dtype=torch.bool, device="cpu")
-    is_same = (rounded == values) | ((rounded != rounded) & (values != values))  # NaN is no write
+    is_same = same_values(rounded, values)
     for index in but_for:
         own.segment(index, is_same).fill_(True)
     torch.where(is_same, master, values, out=master)
